@@ -1,0 +1,72 @@
+"""The `dsuf` command: one subcommand a file, errors as one clear message, exit codes 0 ok, 1 check, 2 usage, 3 machine.
+
+Command modules import only what their flags need; NumPy, the engine and the server are imported inside the functions, so
+that `dsuf --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from dsuf import __version__
+from dsuf.errors import DsufError
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+app = typer.Typer(
+    name="dsuf",
+    help="Build, run, serve and benchmark DeepSeek-V4.1-Flash from Python.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"dsuf {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _flags(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run one command and end the process with its exit code."""
+    signal.signal(signal.SIGTERM, _on_terminate)
+    sys.exit(run_command(sys.argv[1:]))
+
+
+def run_command(arguments: list[str]) -> int:
+    """Run `dsuf` with `arguments`; returns the exit code. Only DsufError is turned into a message."""
+    try:
+        app(arguments, prog_name="dsuf")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(bool(end.code))
+    except DsufError as error:
+        print(f"dsuf: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0
+
+
+def _on_terminate(number: int, frame: FrameType | None) -> None:
+    # unwinds like Ctrl-C, so that every `finally` runs: temporary files, child processes, sockets
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Every setting in one place: flags, recipe files and DSUF_* environment as typed, range-checked, frozen dataclasses.
+
+No other file of dsuf reads the environment. A value out of range raises ConfigError when the dataclass is made, so that
+nothing is loaded for a command that cannot run.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsuf.errors import ConfigError, EnvironmentProblem
+
+NUMERICS = ("exact32", "qdq32", "qdq64", "bf16")
+PREFILL_MODES = ("exact", "truncated")
+BUILT_IN_CHECKPOINTS = ("toy", "noise")
+MAX_NEW_TOKENS = 393_216  # the public API's limit (serving.md 1.6)
+MAX_SEED = 2**63 - 1
+ENVIRONMENT_NAMES = ("DSUF_CACHE", "DSUF_API_KEY")
+
+
+def check_number(
+    name: str, value: float, low: float, high: float = math.inf, *, above: bool = False, whole: bool = False
+) -> None:
+    """Raise ConfigError unless low <= value <= high (low < value with `above`); nan and infinity never pass."""
+    fits = math.isfinite(value) and value <= high and (value > low if above else value >= low)
+    if fits and not (whole and value != int(value)):
+        return
+    kind = "a whole number" if whole else "a number"
+    lower = f"above {low:g}" if above else f"from {low:,}"
+    upper = "" if high == math.inf else f" to {high:,}"
+    if high == math.inf and not above:
+        lower = f"of at least {low:,}"
+    raise ConfigError(f"{name} is {value}; expected {kind} {lower}{upper}.")
+
+
+def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raise ConfigError unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise ConfigError(f"{name} is {value!r}; expected one of {', '.join(allowed)}.")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What is loaded and how it computes; the same flags in run, serve and bench."""
+
+    ckpt: str = "noise"
+    numerics: str = "qdq64"
+    prefill: str = "truncated"
+    draft: bool = True
+    verify: int | str = "auto"  # drafts offered to the target each step, or "auto": cut by confidence
+    max_context: int | None = None  # None: the checkpoint's max_position_embeddings
+    gpus: tuple[int, ...] = ()  # device numbers; none is the CPU backend
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a value out of its range."""
+        check_choice("--numerics", self.numerics, NUMERICS)
+        check_choice("--prefill", self.prefill, PREFILL_MODES)
+        if isinstance(self.verify, int):
+            check_number("--verify", self.verify, 0, 64, whole=True)
+        elif self.verify != "auto":
+            raise ConfigError(f"--verify is {self.verify!r}; expected a number of drafts or auto.")
+        if self.max_context is not None:
+            check_number("--max-context", self.max_context, 2, whole=True)
+
+
+@dataclass(frozen=True)
+class SamplingFlags:
+    """Sampling as the user gave it; None is left to the checkpoint's generation_config.json."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int = 0
+    seed: int = 0
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a value out of its range."""
+        if self.temperature is not None:
+            check_number("--temperature", self.temperature, 0, 2)
+        if self.top_p is not None:
+            check_number("--top-p", self.top_p, 0, 1, above=True)
+        check_number("--top-k", self.top_k, 0, 2**31 - 1, whole=True)
+        check_number("--seed", self.seed, 0, MAX_SEED, whole=True)
+        if self.max_tokens is not None:
+            check_number("--max-tokens", self.max_tokens, 1, MAX_NEW_TOKENS, whole=True)
+
+
+def parse_verify(text: str) -> int | str:
+    """`auto` or a number of drafts, as --verify takes it."""
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"--verify is {text!r}; expected a number of drafts or auto.") from None
+
+
+def parse_gpus(text: str) -> int | tuple[int, ...]:
+    """--gpus as a count (`4`), or as named devices (`0,1`; `3,` is device 3 alone).
+
+    Raises ConfigError for anything else, and for a device named twice.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if len(parts) > 1 and parts[-1] == "":
+        parts = parts[:-1]
+    if not parts or not all(part.isascii() and part.isdigit() for part in parts):
+        raise ConfigError(f"--gpus is {text!r}; expected a count such as 4 (0 is the CPU) or a list such as 0,1 or 3,")
+    numbers = tuple(int(part) for part in parts)
+    if "," not in text:
+        return numbers[0]
+    if len(set(numbers)) != len(numbers):
+        raise ConfigError(f"--gpus is {text!r}; a device is named twice.")
+    return numbers
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What the environment says about this user's folders and keys."""
+
+    cache_dir: Path  # DSUF_CACHE, else XDG_CACHE_HOME/dsuf, else ~/.cache/dsuf
+    runtime_dir: Path  # XDG_RUNTIME_DIR/dsuf, else dsuf-<uid> in the temporary folder
+    api_key: str | None = None  # DSUF_API_KEY
+    unknown: tuple[str, ...] = ()  # DSUF_* names that nothing here reads
+
+
+def read_environment(environ: dict[str, str] | None = None) -> Environment:
+    """Read the DSUF_* and XDG_* variables of `environ` (default: this process)."""
+    given = dict(os.environ) if environ is None else environ
+    home = Path(given.get("HOME") or Path.home())
+    cache = given.get("DSUF_CACHE") or Path(given.get("XDG_CACHE_HOME") or home / ".cache") / "dsuf"
+    runtime = given.get("XDG_RUNTIME_DIR")
+    return Environment(
+        cache_dir=Path(cache).expanduser(),
+        runtime_dir=Path(runtime) / "dsuf" if runtime else Path(tempfile.gettempdir()) / f"dsuf-{os.getuid()}",
+        api_key=given.get("DSUF_API_KEY") or None,
+        unknown=tuple(sorted(n for n in given if n.startswith("DSUF_") and n not in ENVIRONMENT_NAMES)),
+    )
+
+
+def private_folder(folder: Path) -> Path:
+    """Make `folder` with mode 0700 if it is absent, and refuse one that another user could write to.
+
+    Sockets and key files live in it, so a folder of somebody else, a link, or one open to others is an
+    EnvironmentProblem rather than something to repair in silence.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"The folder {folder} cannot be made: {error.strerror}. Set XDG_RUNTIME_DIR."
+        ) from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise EnvironmentProblem(
+            f"{folder} must be a folder of yours with mode 0700, it is mode {stat.S_IMODE(found.st_mode):04o} of user "
+            f"{found.st_uid}. Remove it or set XDG_RUNTIME_DIR."
+        )
+    return folder
