@@ -15,9 +15,6 @@ from pathlib import Path
 
 from dsuf.errors import ConfigError, EnvironmentProblem
 
-NUMERICS = ("exact32", "qdq32", "qdq64", "bf16")
-PREFILL_MODES = ("exact", "truncated")
-BUILT_IN_CHECKPOINTS = ("toy", "noise")
 MAX_NEW_TOKENS = 393_216  # the public API's limit (serving.md 1.6)
 MAX_SEED = 2**63 - 1
 ENVIRONMENT_NAMES = ("DSUF_CACHE", "DSUF_API_KEY")
@@ -36,36 +33,6 @@ def check_number(
     if high == math.inf and not above:
         lower = f"of at least {low:,}"
     raise ConfigError(f"{name} is {value}; expected {kind} {lower}{upper}.")
-
-
-def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Raise ConfigError unless `value` is one of `allowed`."""
-    if value not in allowed:
-        raise ConfigError(f"{name} is {value!r}; expected one of {', '.join(allowed)}.")
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """What is loaded and how it computes; the same flags in run, serve and bench."""
-
-    ckpt: str = "noise"
-    numerics: str = "qdq64"
-    prefill: str = "truncated"
-    draft: bool = True
-    verify: int | str = "auto"  # drafts offered to the target each step, or "auto": cut by confidence
-    max_context: int | None = None  # None: the checkpoint's max_position_embeddings
-    gpus: tuple[int, ...] = ()  # device numbers; none is the CPU backend
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for a value out of its range."""
-        check_choice("--numerics", self.numerics, NUMERICS)
-        check_choice("--prefill", self.prefill, PREFILL_MODES)
-        if isinstance(self.verify, int):
-            check_number("--verify", self.verify, 0, 64, whole=True)
-        elif self.verify != "auto":
-            raise ConfigError(f"--verify is {self.verify!r}; expected a number of drafts or auto.")
-        if self.max_context is not None:
-            check_number("--max-context", self.max_context, 2, whole=True)
 
 
 @dataclass(frozen=True)
@@ -161,3 +128,60 @@ def private_folder(folder: Path) -> Path:
             f"{found.st_uid}. Remove it or set XDG_RUNTIME_DIR."
         )
     return folder
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """One --fail-below or --fail-above METRIC=VALUE."""
+
+    metric: str
+    value: float
+    below: bool  # True: fail when the metric is below the value
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What every `dsuf bench` command takes (serving.md 8.3)."""
+
+    repeat: int = 5
+    warmup: int = 2
+    seed: int = 0
+    label: str = ""
+    output: Path | None = None
+    ci_json: Path | None = None
+    thresholds: tuple[Threshold, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a value out of its range."""
+        check_number("--repeat", self.repeat, 1, 10_000, whole=True)
+        check_number("--warmup", self.warmup, 0, 10_000, whole=True)
+        check_number("--seed", self.seed, 0, MAX_SEED, whole=True)
+
+
+def parse_thresholds(below: list[str], above: list[str]) -> tuple[Threshold, ...]:
+    """--fail-below and --fail-above values, each METRIC=VALUE. Raises ConfigError for any other form."""
+    found = []
+    for flag, texts in (("--fail-below", below), ("--fail-above", above)):
+        for text in texts:
+            metric, _, value = text.partition("=")
+            try:
+                number = float(value)
+            except ValueError:
+                number = math.nan
+            if not metric or not math.isfinite(number):
+                raise ConfigError(f"{flag} is {text!r}; expected METRIC=NUMBER such as decode_tokens_per_s=40.")
+            found.append(Threshold(metric, number, flag == "--fail-below"))
+    return tuple(found)
+
+
+def parse_token_counts(text: str) -> tuple[int, ...]:
+    """`8k,128k,1m` as token counts (k is 1,024 and m 1,048,576). Raises ConfigError for anything else."""
+    counts = []
+    for part in text.split(","):
+        digits, factor = part.strip().lower(), 1
+        if digits.endswith(("k", "m")):
+            digits, factor = digits[:-1], 1024 if digits.endswith("k") else 1024**2
+        if not (digits.isascii() and digits.isdigit()) or int(digits) == 0:
+            raise ConfigError(f"--tokens has {part!r}; expected counts such as 512 or 8k or 1m, with commas between.")
+        counts.append(int(digits) * factor)
+    return tuple(counts)

@@ -1,7 +1,7 @@
 """The `dsuf` command: one subcommand a file, errors as one clear message, exit codes 0 ok, 1 check, 2 usage, 3 machine.
 
-Command modules import only what their flags need; NumPy, the engine and the server are imported inside the functions, so
-that `dsuf --help` answers at once.
+Command modules import only what their flags need; NumPy, the engine and the server are imported inside the functions,
+so that `dsuf --help` answers at once.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Annotated
 import typer
 
 from dsuf import __version__
+from dsuf.cli import build, doctor, repro
+from dsuf.cli.bench import compare
 from dsuf.errors import DsufError
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -41,6 +43,14 @@ def _flags(
     ] = False,
 ) -> None:
     pass
+
+
+app.command()(build.build)
+app.command()(repro.repro)
+app.command()(doctor.doctor)
+bench = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
+bench.command()(compare.compare)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:

@@ -1,0 +1,149 @@
+"""`dsuf doctor`: look at this machine and say, for each finding, what it means and how to mend it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+from dsuf.cli import machine
+from dsuf.config import Environment, private_folder, read_environment
+from dsuf.errors import DsufError, EnvironmentProblem
+
+MEMORY_NEEDED = 2 * 1024**3  # the built-in checkpoint, its tokenizer, engine and web process
+CACHE_NEEDED = 512 * 1024**2  # the built-in checkpoint with room to write it beside an older one
+SUPPORTED_PYTHON = ((3, 11), (3, 14))  # first, and first no longer
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at. `mark` is ok, note (works, with a limit) or FAIL; `fix` says what to do."""
+
+    mark: str
+    what: str
+    fix: str = ""
+
+
+def doctor() -> None:
+    """Check this machine; each finding with its fix. Exit 3 when something must be mended."""
+    findings = list(examine(read_environment()))
+    for finding in findings:
+        print(f"{finding.mark:4}  {finding.what}")
+        if finding.fix:
+            print(f"      fix: {finding.fix}")
+    failed = sum(finding.mark == "FAIL" for finding in findings)
+    print(f"{len(findings)} checks, {failed} to mend" if failed else f"{len(findings)} checks, all usable")
+    if failed:
+        raise typer.Exit(EnvironmentProblem.exit_code)
+
+
+def examine(environment: Environment) -> Iterator[Finding]:
+    """Every finding, in the order in which a person would mend them."""
+    yield _python()
+    yield from _dependencies()
+    yield _cache(environment.cache_dir)
+    yield _guarded("runtime folder", lambda: _runtime(environment.runtime_dir))
+    yield _memory()
+    yield _cores()
+    yield _gpus()
+    yield _rdma()
+    for name in environment.unknown:
+        yield Finding("note", f"{name} is set, and nothing reads it", "unset it, or check the spelling")
+
+
+def _python() -> Finding:
+    found = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
+    first, beyond = SUPPORTED_PYTHON
+    if not first <= sys.version_info[:2] < beyond:
+        return Finding("FAIL", found, "use Python 3.11, 3.12 or 3.13")
+    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64"):
+        return Finding("note", found, "Linux on x86-64 or aarch64 is what dsuf is built for")
+    return Finding("ok", found)
+
+
+def _dependencies() -> Iterator[Finding]:
+    try:
+        requirements = importlib.metadata.requires("dsuf") or []
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding("FAIL", "dsuf runs from a folder and is not installed", "pip install . in the checkout")
+        return
+    absent = [name for name in map(_needed_distribution, requirements) if name and not _installed(name)]
+    if absent:
+        yield Finding("FAIL", f"packages missing: {', '.join(absent)}", f"pip install {' '.join(absent)}")
+    else:
+        yield Finding("ok", f"dsuf {importlib.metadata.version('dsuf')} and all packages that it names")
+
+
+def _needed_distribution(requirement: str) -> str | None:
+    if "extra ==" in requirement or ("sys_platform" in requirement and sys.platform not in requirement):
+        return None
+    return re.match(r"[A-Za-z0-9._-]+", requirement).group(0)
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _guarded(what: str, look: Callable[[], Finding]) -> Finding:
+    try:
+        return look()
+    except DsufError as error:
+        return Finding("FAIL", f"{what}: {error}", "see the message")
+
+
+def _cache(folder: Path) -> Finding:
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not os.access(there, os.W_OK):
+        return Finding("FAIL", f"cache folder {folder} cannot be written", "set DSUF_CACHE to a folder of yours")
+    free = shutil.disk_usage(there).free
+    what = f"cache folder {folder}, {free / 1e9:.1f} GB free"
+    if free < CACHE_NEEDED:
+        return Finding("FAIL", what, f"free {CACHE_NEEDED / 1e9:.1f} GB there or set DSUF_CACHE")
+    return Finding("ok", what)
+
+
+def _runtime(folder: Path) -> Finding:
+    return Finding("ok", f"runtime folder {private_folder(folder)}, mode 0700")
+
+
+def _memory() -> Finding:
+    total, available = machine.memory_bytes()
+    what = f"memory {total / 1e9:.1f} GB, {available / 1e9:.1f} GB available"
+    if available < MEMORY_NEEDED:
+        return Finding("note", what, f"the built-in checkpoint wants {MEMORY_NEEDED / 1e9:.1f} GB; end other programs")
+    return Finding("ok", what)
+
+
+def _cores() -> Finding:
+    cores = machine.cpu_cores()
+    what = f"{machine.cpu_name()}, {cores} core{'s' * (cores > 1)} usable"
+    if cores == 1:
+        return Finding("note", what, "the server and the engine share one core; two or more are faster")
+    return Finding("ok", what)
+
+
+def _gpus() -> Finding:
+    found = machine.find_gpus()
+    if not found.devices:
+        return Finding("ok", f"no GPU: {found.problem}; the CPU backend runs everything")
+    names = ", ".join(f"{gpu.name} ({gpu.sm}, {gpu.memory_bytes / 1e9:.0f} GB)" for gpu in found.devices)
+    return Finding("note", f"{names}; driver for CUDA {found.driver}", "this build has no GPU backend, the CPU is used")
+
+
+def _rdma() -> Finding:
+    devices = machine.rdma_devices()
+    if devices:
+        return Finding("ok", f"RDMA devices {', '.join(devices)}; this build does not use them")
+    return Finding("ok", "no RDMA device; nothing in this build needs one")
