@@ -1,0 +1,92 @@
+"""What serving must know about a tokenizer.json: spellings of special tokens, and tokens that are not whole characters.
+
+A tokenizer that does not fit the checkpoint is refused at start: prompts would be garbled without any later error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import deepseek_recipe as dr
+import msgspec
+
+from dsuf.errors import CheckpointError
+from dsuf.spec import Spec
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _Model(msgspec.Struct):
+    vocab: dict[str, int]
+
+
+class _TokenizerFile(msgspec.Struct):
+    model: _Model
+    added_tokens: list[_AddedToken] = []
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A tokenizer checked against a checkpoint."""
+
+    tokenizer: dr.Tokenizer
+    special_tokens: dr.SpecialTokens
+    open_ids: frozenset[int]  # tokens whose bytes are not whole UTF-8 characters
+    eos_id: int
+
+
+def read_vocabulary(tokenizer_json: str, spec: Spec) -> Vocabulary:
+    """Load the text of a tokenizer.json and check it against `spec`. CheckpointError with every finding."""
+    try:
+        parsed = msgspec.json.decode(tokenizer_json, type=_TokenizerFile)
+        tokenizer = dr.Tokenizer.from_str(tokenizer_json)
+    except (msgspec.DecodeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"tokenizer.json cannot be read: {error}. Use the model's own file.") from None
+    added = {token.id: token.content for token in parsed.added_tokens}
+    # The recipe's default spelling of the image placeholder is not V4.1's, so the checkpoint's id decides.
+    special_tokens = dr.SpecialTokens(image=added.get(spec.image_token_id))
+    findings = _special_token_findings(tokenizer, special_tokens, spec)
+    largest = max(max(parsed.model.vocab.values(), default=0), max(added, default=0))
+    if largest >= spec.vocab_size:
+        findings.append(f"token id {largest} found, the checkpoint has ids 0..{spec.vocab_size - 1}")
+    if findings:
+        raise CheckpointError(
+            "tokenizer.json does not fit this checkpoint. Use the tokenizer.json of the same model.", findings
+        )
+    return Vocabulary(tokenizer, special_tokens, _open_ids(parsed.model.vocab), spec.eos_token_id)
+
+
+def _special_token_findings(tokenizer: dr.Tokenizer, special_tokens: dr.SpecialTokens, spec: Spec) -> list[str]:
+    """One line for each special token that is not exactly one id, or not the id that config.json names."""
+    expected = {"Bos": spec.bos_token_id, "Eos": spec.eos_token_id, "Image": spec.image_token_id}
+    findings = []
+    for name in sorted(n for n, kind in vars(dr.SpecialToken).items() if isinstance(kind, dr.SpecialToken)):
+        spelling = special_tokens.token(getattr(dr.SpecialToken, name))
+        ids = tokenizer.encode(spelling)
+        if len(ids) != 1:
+            findings.append(f"{name} {spelling!r} is {len(ids)} tokens, expected one")
+        elif name in expected and ids[0] != expected[name]:
+            findings.append(f"{name} {spelling!r} has id {ids[0]}, config.json says {expected[name]}")
+    return findings
+
+
+def _open_ids(vocab: dict[str, int]) -> frozenset[int]:
+    """Ids of byte-level tokens that are not whole UTF-8 characters (about 1 % of V4.1's)."""
+    to_byte = _byte_alphabet()
+    found = []
+    for spelling, token in vocab.items():
+        try:
+            spelling.translate(to_byte).encode("latin-1").decode("utf-8")
+        except UnicodeError:
+            found.append(token)
+    return frozenset(found)
+
+
+def _byte_alphabet() -> dict[int, int]:
+    """Code point -> byte of byte-level BPE: printable Latin-1 stands for itself, the rest go from U+0100 upwards."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {**{byte: byte for byte in printable}, **{0x100 + i: byte for i, byte in enumerate(others)}}
