@@ -74,24 +74,31 @@ _IN_CONFIG = {"bos": "bos_token_id", "eos": "eos_token_id", "pad": "pad_token_id
 
 
 def load_tokenizer(path: Path, spec: Spec | None = None) -> Tokenizer:
-    """Read a tokenizer.json and check that prompts can be made with it, and that it belongs to `spec`.
-
-    Raises CheckpointError with every defect: special tokens that are absent or not one id, another vocabulary size or
-    other special ids than the config's, a tokenizer that is not byte-level or adds tokens by itself.
-    """
+    """Read a tokenizer.json and check it as `read_tokenizer` does. Raises CheckpointError."""
     try:
-        tokenizer = Tokenizer.from_str(Path(path).read_text(encoding="utf-8"))
+        content = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(
             f"tokenizer {path} cannot be read: {error}. Give a folder with a tokenizer.json."
         ) from None
+    return read_tokenizer(content, spec, source=str(path))
+
+
+def read_tokenizer(content: str, spec: Spec | None = None, *, source: str = "tokenizer.json") -> Tokenizer:
+    """The tokenizer of a tokenizer.json's text, checked: prompts can be made with it, and it belongs to `spec`.
+
+    Raises CheckpointError, naming `source`, with every defect: special tokens that are absent or not one id, another
+    vocabulary size or other special ids than the config's, a tokenizer that is not byte-level or adds tokens by itself.
+    """
+    try:
+        tokenizer = Tokenizer.from_str(content)
     except Exception as error:  # the library raises bare Exception for every kind of bad content
-        raise CheckpointError(f"tokenizer {path} is not a usable tokenizer.json: {error}.") from None
+        raise CheckpointError(f"{source} is not a usable tokenizer.json: {error}.") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     findings = _defects(tokenizer) + (_strangeness(tokenizer, spec) if spec else [])
     if findings:
-        raise CheckpointError(f"tokenizer {path} does not fit. Give the one that belongs to the checkpoint:", findings)
+        raise CheckpointError(f"{source} does not fit. Give the tokenizer that belongs to the checkpoint:", findings)
     return tokenizer
 
 

@@ -1,0 +1,34 @@
+"""`dsuf synth`: write a synthetic checkpoint of any size from a config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def synth(
+    config: Annotated[
+        str, typer.Argument(help="tiny, noise, h200x1, h200x2, v41-flash, or a path to a config.json or its folder.")
+    ],
+    out: Annotated[Path, typer.Argument(help="Folder to write, absent or empty.")],
+    seed: Annotated[int, typer.Option(help="Weights are a function of tensor name, position and seed.")] = 0,
+    sparse: Annotated[
+        bool, typer.Option("--sparse", help="Headers and index over holes: no weights, no disk.")
+    ] = False,
+) -> None:
+    """Write a checkpoint with random weights.
+
+    It has no tokenizer: it takes token ids. The folder appears whole or, when interrupted, not at all.
+    """
+    from dsuf.cli.live import progress
+    from dsuf.model.checkpoint import Checkpoint
+    from dsuf.model.synthetic import load_config, write_checkpoint
+
+    parsed = load_config(config)
+    with progress(f"writing {out}", unit="B") as show:
+        write_checkpoint(parsed, out, seed=seed, sparse=sparse, progress=show)
+    with Checkpoint.open(out) as checkpoint:
+        tensors, gigabytes = len(checkpoint.names()), checkpoint.total_bytes / 1e9
+    print(f"{out}: {tensors:,} tensors, {gigabytes:.3f} GB{' of holes' if sparse else ''}")
