@@ -32,9 +32,7 @@ ClassMap = Callable[["Checkpoint"], "np.ndarray | None"]
 class Engine:
     """Owns the scheduler and a loaded backend; everything is called from one thread."""
 
-    def __init__(
-        self, backend: Backend, options: EngineOptions, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, backend: Backend, options: EngineOptions, clock: Callable[[], float] = time.monotonic) -> None:
         self.backend = backend
         self.options = options
         self.limits: Limits = backend.limits
@@ -51,7 +49,7 @@ class Engine:
         return not self._sequences and not self._events
 
     def submit(self, request: Request, trace: Trace | None = None) -> None:
-        """Queue a request. Raises PromptError, UsageError or NotSupported, and keeps nothing, for one that cannot run."""
+        """Queue a request. For one that cannot run: PromptError, UsageError or NotSupported, and nothing is kept."""
         if request.id in self._sequences:
             raise UsageError(f"request id {request.id!r} is running already. Give each request an id of its own.")
         check_request(request, self.limits)
@@ -71,14 +69,13 @@ class Engine:
         """End a request wherever it is, at once; its Finished comes with the next step. An unknown id is no error."""
         sequence = self._sequences.get(id)
         if sequence is not None:
-            self._events.append(self._finish(sequence, "cancelled"))
+            self._finish(sequence, "cancelled")
 
     def step(self) -> list[Event]:
         """One turn of the wheel; [] when idle. What a backend raises goes through: `abort` then ends what runs."""
-        events, self._events = self._events, []
         turn = self._scheduler.plan(self._clock())
         if turn.started and turn.prefill is not None:
-            events.append(Admitted(turn.prefill.id, turn.prefill.prompt_len))
+            self._events.append(Admitted(turn.prefill.id, turn.prefill.prompt_len))
         if turn.decode:
             self.backend.enqueue(turn.decode)
         if turn.prefill is not None:
@@ -86,13 +83,20 @@ class Engine:
             if self.backend.prefill(turn.prefill, rows, self.options.prefill_budget_s):
                 self._scheduler.prefilled(turn.prefill)
         if turn.decode or turn.prefill is not None:
-            self._publish(self.backend.poll(), events)
-        return events
+            self._publish(self.backend.poll())
+        return self._take_events()
 
     def abort(self, message: str) -> list[Event]:
-        """End everything with reason "error": what is still to be said, then one Finished per sequence."""
-        events, self._events = self._events, []
-        return events + [self._finish(sequence, "error", message) for sequence in list(self._sequences.values())]
+        """After a fault: what is still to be said, then Finished with reason "error" for every request.
+
+        The backend is not asked to release anything, because it may be what failed; the engine is of no more use.
+        """
+        now = self._clock()
+        for sequence in self._sequences.values():
+            self._scheduler.remove(sequence)
+            self._events.append(Finished(sequence.id, "error", sequence.stats(now), message))
+        self._sequences.clear()
+        return self._take_events()
 
     def generate(self, request: Request, trace: Trace | None = None) -> Iterator[Event]:
         """Run one request on an idle engine, for `run` and `bench`; closing the iterator cancels it."""
@@ -102,9 +106,10 @@ class Engine:
         try:
             while not self.idle:
                 yield from self.step()
-        finally:
+        except GeneratorExit:
             self.cancel(request.id)
             self._events.clear()
+            raise
 
     def status(self) -> Status:
         """The engine's state now."""
@@ -130,7 +135,11 @@ class Engine:
         """Bytes in use by kind."""
         return self.backend.ledger()
 
-    def _publish(self, emitted: list[Emitted], events: list[Event]) -> None:
+    def _take_events(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def _publish(self, emitted: list[Emitted]) -> None:
         now, rows = self._clock(), 0
         for item in emitted:
             sequence = item.sequence
@@ -142,16 +151,16 @@ class Engine:
             if item.record is not None:
                 sequence.count_step(item.record)
                 rows += item.rows
-            events.append(Tokens(sequence.id, item.ids, item.logprobs))
+            self._events.append(Tokens(sequence.id, item.ids, item.logprobs))
             if item.reason is not None:
-                events.append(self._finish(sequence, item.reason))
+                self._finish(sequence, item.reason)
         self._rows = rows
 
-    def _finish(self, sequence: Sequence, reason: FinishReason, message: str = "") -> Finished:
-        self._scheduler.remove(sequence)
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         self.backend.release(sequence)
+        self._scheduler.remove(sequence)
         del self._sequences[sequence.id]
-        return Finished(sequence.id, reason, sequence.stats(self._clock()), message)
+        self._events.append(Finished(sequence.id, reason, sequence.stats(self._clock())))
 
     def _check_options(self) -> None:
         verify, draft_len = self.options.verify, self.limits.draft_len

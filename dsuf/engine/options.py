@@ -42,10 +42,18 @@ class EngineOptions:
             self.max_context,
             "at least 2 tokens, or nothing for the checkpoint's own",
         )
-        _check(_is_int(self.max_sequences) and 1 <= self.max_sequences <= 256, "max_sequences", self.max_sequences,
-               "1 to 256")
-        _check(_is_int(self.prefill_chunk) and 1 <= self.prefill_chunk <= 65_536, "prefill_chunk", self.prefill_chunk,
-               "1 to 65536 rows")
+        _check(
+            _is_int(self.max_sequences) and 1 <= self.max_sequences <= 256,
+            "max_sequences",
+            self.max_sequences,
+            "1 to 256",
+        )
+        _check(
+            _is_int(self.prefill_chunk) and 1 <= self.prefill_chunk <= 65_536,
+            "prefill_chunk",
+            self.prefill_chunk,
+            "1 to 65536 rows",
+        )
         _check(0.0 <= self.prefill_budget_s <= 60.0, "prefill_budget_s", self.prefill_budget_s, "0 to 60 seconds")
 
 

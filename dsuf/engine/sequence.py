@@ -40,11 +40,11 @@ class StepRecord:
 class Trace:
     """What an in-process caller wants to see of a request; filled by the backend, never sent over the pipe."""
 
-    logits: bool = False  # keep the row that chose each token
-    prompt_argmax: bool = False  # keep the greedy choice at every prompt position; exact prefill only
+    keep_logits: bool = False
+    keep_prompt_argmax: bool = False  # exact prefill only
     steps: list[StepRecord] = field(default_factory=list)
-    rows: list[np.ndarray] = field(default_factory=list)  # f32 [vocab] per emitted token, before any mask
-    argmax: list[int] | None = None  # per prompt position; None in truncated prefill
+    logits: list[np.ndarray] = field(default_factory=list)  # f32 [vocab]: row i chose token i, before any mask
+    prompt_argmax: list[int] | None = None  # greedy choice at every prompt position; None in truncated prefill
 
 
 class Sequence:

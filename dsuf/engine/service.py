@@ -36,7 +36,7 @@ from dsuf.engine.messages import (
     Tokens,
     as_error,
 )
-from dsuf.errors import DsufError
+from dsuf.errors import DsufError, EngineGone
 
 __all__ = [
     "Admitted",
@@ -75,13 +75,21 @@ class _Inbox:
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[list[Command] | None] = queue.SimpleQueue()
         self.ended: Exception | None = None
+        self.stopping = False
 
     def put(self, commands: list[Command]) -> None:
         self._queue.put(commands)
 
     def end(self, reason: Exception) -> None:
-        """The first reason counts; safe in a signal handler."""
+        """No more frames; the first reason counts."""
         self.ended = self.ended or reason
+        self._queue.put(None)
+
+    def stop(self, number: int, frame: object) -> None:
+        """SIGTERM handler: once lets what runs finish, twice does not wait for it. SimpleQueue.put is reentrant."""
+        if self.stopping:
+            self.end(_Stopped("the engine was told to stop"))
+        self.stopping = True
         self._queue.put(None)
 
     @property
@@ -104,6 +112,7 @@ def serve_engine(socket_path: Path, factory: EngineFactory) -> NoReturn:
 def run_service(socket_path: Path, factory: EngineFactory) -> int:
     """Connect to the listening peer, load, serve until it closes or SIGTERM comes; the exit code.
 
+    SIGTERM lets running requests finish first, a second one ends them; SIGINT is ignored.
     0: told to stop, or the peer is gone. A DsufError gives its own code and any other fault 1, after the running
     requests were ended with reason "error" and the peer was told by `Failed`.
     """
@@ -131,37 +140,41 @@ def run_service(socket_path: Path, factory: EngineFactory) -> int:
 
 def _turn_the_wheel(engine: Engine, pipe: wire.Connection, inbox: _Inbox) -> NoReturn:
     """Obey, step, publish, for ever. Leaves by exception; what runs then is ended with reason "error" first."""
-    said: list[Event] = []
     try:
         while True:
-            said = []
             while engine.idle or not inbox.empty:
-                for command in inbox.next():
-                    said += _obey(engine, command)
-                if said:
-                    pipe.send(said)
-                    said = []
-            said = engine.step()
-            pipe.send(said)
+                if inbox.stopping and engine.idle:
+                    raise _Stopped
+                answers = [_obey(engine, command, inbox.stopping) for command in inbox.next()]
+                _send(pipe, [answer for answer in answers if answer is not None])
+            _send(pipe, engine.step())
     except (BrokenPipeError, ConnectionResetError):
         raise
     except Exception as error:
         with contextlib.suppress(OSError):
-            pipe.send(said + engine.abort(_last_words(error)))
+            _send(pipe, engine.abort(_last_words(error)))
         raise
 
 
-def _obey(engine: Engine, command: Command) -> list[Event]:
+def _send(pipe: wire.Connection, events: list[Event]) -> None:
+    if events:
+        pipe.send(events)
+
+
+def _obey(engine: Engine, command: Command, stopping: bool) -> Event | None:
+    """Do what is asked; what is to be answered at once."""
+    if isinstance(command, StatusRequest):
+        return engine.status()
     if isinstance(command, Cancel):
         engine.cancel(command.id)
-    elif isinstance(command, StatusRequest):
-        return [engine.status()]
-    else:
-        try:
-            engine.submit(command)
-        except DsufError as error:
-            return [Rejected(command.id, type(error).__name__, str(error))]
-    return []
+        return None
+    try:
+        if stopping:
+            raise EngineGone("the engine is shutting down. Send the request to another server, or again later.")
+        engine.submit(command)
+    except DsufError as error:
+        return Rejected(command.id, type(error).__name__, str(error))
+    return None
 
 
 def _read(pipe: wire.Connection, inbox: _Inbox) -> None:
@@ -184,6 +197,8 @@ class _Loading:
     def __call__(self, what: str, share: float) -> None:
         if self._inbox.ended is not None:
             raise self._inbox.ended
+        if self._inbox.stopping:
+            raise _Stopped
         now = time.monotonic()
         if now - self._said_s >= _PROGRESS_EVERY_S:
             self._said_s = now
@@ -191,14 +206,10 @@ class _Loading:
 
 
 def _catch_signals(stack: contextlib.ExitStack, inbox: _Inbox) -> None:
-    """SIGTERM ends the service after the step under way; SIGINT is left to the web process, which drains first."""
+    """A ctrl-C or a service manager reaches the whole group: web drains first, so neither signal cuts a request."""
     if threading.current_thread() is not threading.main_thread():
         return  # tests run the service in a thread
-
-    def stop(number: int, frame: object) -> None:
-        inbox.end(_Stopped("the engine was told to stop"))
-
-    for number, handler in ((signal.SIGINT, signal.SIG_IGN), (signal.SIGTERM, stop)):
+    for number, handler in ((signal.SIGINT, signal.SIG_IGN), (signal.SIGTERM, inbox.stop)):
         stack.callback(signal.signal, number, signal.signal(number, handler))
 
 
