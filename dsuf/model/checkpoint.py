@@ -48,7 +48,7 @@ class Checkpoint:
         checkpoint._tensors = expected
         files, claimed = shard_files(folder, findings)
         shards = [shard for name, path in files.items() if (shard := open_shard(name, path, findings))]
-        checkpoint._places = _compare(expected, shards, claimed, unread=len(shards) < len(files), findings=findings)
+        checkpoint._places = _compare(expected, shards, claimed, unread=len(shards) < max(len(files), 1), findings=findings)
         checkpoint.generation = _read_generation(folder, findings)
         checkpoint._class_map = _read_class_map(folder, spec, findings)
         if findings:
@@ -130,7 +130,7 @@ def _compare(
 ) -> dict[str, tuple[Shard, int]]:
     """Place of every expected tensor as (shard, byte in its file); each disagreement becomes a finding.
 
-    `claimed` is the index; what it puts into an `unread` file (a finding already) is not told a second time.
+    `claimed` is the index. With `unread` files, a finding each, tensors that may stand in them are not told as absent.
     """
     places: dict[str, tuple[Shard, int]] = {}
     home: dict[str, str] = {}
