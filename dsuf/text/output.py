@@ -8,13 +8,10 @@ find the count where it looks for it.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import deepseek_recipe as dr
 import msgspec
-from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from dsuf import __version__
 from dsuf.engine.messages import Admitted, TokenLogprobs, Tokens
@@ -137,31 +134,6 @@ class Reply:
         self.reasoning_tokens = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens")
         self.finish_reason = document["choices"][0]["finish_reason"]
         return document
-
-
-class TextDecoder:
-    """Ids to text as they come, special tokens included: for a command line, where nothing is parsed."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=False)
-        self._held: list[int] = []
-
-    def push(self, ids: Sequence[int]) -> str:
-        """The text that is complete after `ids`; a character that is not stays held back."""
-        pieces = []
-        for token in ids:
-            self._held.append(token)
-            piece = self._stream.step(self._tokenizer, token)
-            if piece is not None:
-                self._held.clear()
-                pieces.append(piece)
-        return "".join(pieces)
-
-    def finish(self) -> str:
-        """What is still held back, with U+FFFD for the bytes of an unfinished character."""
-        held, self._held = self._held, []
-        return self._tokenizer.decode(held, skip_special_tokens=False) if held else ""
 
 
 def _finite(entry: TokenLogprobs) -> tuple[float, list[tuple[int, float]]]:

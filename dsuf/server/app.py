@@ -1,0 +1,160 @@
+"""The application and the process that serves it: `build_app`, `bind`, `run`.
+
+Starlette on uvicorn with uvloop and httptools, one worker: the engine is another process. On a signal uvicorn would
+close its socket first and end by raising the signal again, so signals are ours: the server answers while it drains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import uvicorn
+import uvloop
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+
+from dsuf.errors import DsufError, EnvironmentProblem
+from dsuf.server.drain import Drain
+from dsuf.server.front import Front, problem_response
+from dsuf.server.link import EngineLink
+from dsuf.server.options import ServerOptions
+from dsuf.server.problems import HttpProblem
+from dsuf.server.routes import routes
+from dsuf.server.service import Service, to_stderr
+from dsuf.text.prompt import ChatText
+
+_BACKLOG = 2048
+_KEEP_ALIVE_S = 75
+
+
+def build_app(
+    link: EngineLink,
+    text: ChatText,
+    options: ServerOptions | None = None,
+    write_line: Callable[[str], None] = to_stderr,
+) -> Starlette:
+    """The application over one engine. Log lines go to `write_line`."""
+    service = Service(link, text, options or ServerOptions(), write_line, int(time.time()))
+
+    app = Starlette(
+        routes=routes(),
+        middleware=[Middleware(Front, service.options.api_keys, service.log)],
+        exception_handlers={kind: problem_response for kind in (HTTPException, HttpProblem, DsufError)},
+    )
+    app.router.redirect_slashes = False
+    app.state.service = service
+    return app
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening address, taken before anything slow is loaded. Port 0 takes a free one.
+
+    Raises EnvironmentProblem when it cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+        sock.listen(_BACKLOG)
+    except (OSError, OverflowError) as error:
+        sock.close()
+        if getattr(error, "errno", None) == errno.EADDRINUSE:
+            raise EnvironmentProblem(
+                f"port {port} of {host} is taken by another program. Stop it, or choose a free one with --port."
+            ) from None
+        raise EnvironmentProblem(f"cannot listen on {host} port {port}: {error}. Change --host or --port.") from None
+    return sock
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handling."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def run(app: Starlette, sock: socket.socket, on_ready: Callable[[], None] | None = None) -> int:
+    """Serve until a signal; the exit code. `on_ready` is called once, when the engine is ready.
+
+    SIGTERM and SIGINT drain, a second one stops at once. Raises the engine's error when it fails before it was ready.
+    """
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(serve(app, sock, on_ready))
+
+
+async def serve(app: Starlette, sock: socket.socket, on_ready: Callable[[], None] | None = None) -> int:
+    """`run` inside a loop; signals are handled in the main thread only."""
+    service: Service = app.state.service
+    server = _Server(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            server_header=False,
+            backlog=_BACKLOG,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=1,
+        )
+    )
+    app.state.drain = Drain(service, server.stop)
+    start = _Start(service, on_ready, server.stop)
+    service.link.on_change = start.engine_changed
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, app.state.drain.on_signal, number)
+    await service.link.open()
+    try:
+        await server.serve(sockets=[sock])
+    finally:
+        await service.link.close()
+    if start.failure is not None:
+        raise start.failure
+    return 0
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handling."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def stop(self) -> None:
+        """Close the listening socket and idle connections, then end."""
+        self.should_exit = True
+
+
+class _Start:
+    """Watches the engine: says once that it is ready, and ends the server when it never will be."""
+
+    def __init__(self, service: Service, on_ready: Callable[[], None] | None, stop: Callable[[], None]) -> None:
+        self.failure: DsufError | None = None
+        self._service, self._on_ready, self._stop = service, on_ready, stop
+        self._was_ready = False
+
+    def engine_changed(self) -> None:
+        """The link's state is another one."""
+        link = self._service.link
+        if link.state == "ready" and not self._was_ready:
+            self._was_ready = True
+            if self._on_ready is not None:
+                self._on_ready()
+        elif link.state == "gone" and not self._service.draining:
+            self._service.log({"event": "engine_gone", "error": str(link.failure)})
+            if not self._was_ready:
+                self.failure = link.failure
+                self._stop()

@@ -1,0 +1,94 @@
+"""What every HTTP call passes first, as pure ASGI: one spelling of the path, a request id, the API key, errors as JSON.
+
+Middleware classes of the framework that wrap a response in a task would break the cancellation of streams.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+import traceback
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from dsuf.server.problems import HttpProblem, as_problem, envelope
+
+_PREFIXES = ("beta", "v1")  # in this order; either, both or none
+_OPEN_PATHS = frozenset(("/livez", "/readyz", "/health", "/metrics"))  # load balancers and scrapers have no key
+_CLEAN_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
+
+
+class Front:
+    """Wraps the routed application."""
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str], log: Callable[[dict[str, Any]], None]) -> None:
+        self._app, self._log = app, log
+        self._keys = [key.encode() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one call; `scope["request_id"]` names it for everything inside."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        request_id = _request_id(headers.get(b"x-request-id", b""))
+        scope = {**scope, "path": plain_path(scope["path"]), "request_id": request_id}
+        started = False
+
+        async def send_named(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id.encode())]}
+            await send(message)
+
+        try:
+            self._check_key(scope["path"], headers)
+            await self._app(scope, receive, send_named)
+        except Exception as error:
+            if not isinstance(error, HttpProblem):
+                self._log(
+                    {"event": "fault", "request_id": request_id, "error": "".join(traceback.format_exception(error))}
+                )
+            if not started:
+                await problem_response(Request(scope), error)(scope, receive, send_named)
+            # else: returning without the last chunk makes the server drop the connection
+
+    def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
+        if not self._keys or path in _OPEN_PATHS:
+            return
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        given = token.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip()
+        if not any([hmac.compare_digest(given, key) for key in self._keys]):  # a list: every key is compared
+            raise HttpProblem(
+                401,
+                "no valid API key. Send it as `Authorization: Bearer KEY` or `x-api-key: KEY`.",
+                {"www-authenticate": "Bearer"},
+            )
+
+
+def plain_path(path: str) -> str:
+    """`//v1//chat/completions/` -> `/chat/completions`: base URLs are joined in many ways by clients."""
+    parts = [part for part in path.split("/") if part]
+    for prefix in _PREFIXES:
+        if parts and parts[0] == prefix:
+            parts = parts[1:]
+    return "/" + "/".join(parts)
+
+
+def problem_response(request: Request, error: Exception) -> Response:
+    """Any error as the JSON envelope; Starlette's exception handler for all of them."""
+    problem = as_problem(error)
+    body = envelope(str(problem), problem.status)
+    return Response(body, problem.status, problem.headers, "application/json")
+
+
+def _request_id(given: bytes) -> str:
+    """The client's, if it is short and clean, else a new one."""
+    text = given.decode("latin-1")
+    return text if _CLEAN_ID.fullmatch(text) else f"req-{uuid.uuid4().hex}"

@@ -1,0 +1,71 @@
+"""What the parts of one server share: the pipe, the text side, limits, metrics, and whether calls may come."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from dsuf.server.admission import Admission, Slot
+from dsuf.server.link import EngineLink
+from dsuf.server.metrics import Metrics
+from dsuf.server.options import ServerOptions
+from dsuf.server.problems import busy
+from dsuf.server.record import as_json, as_text
+from dsuf.text.prompt import ChatText
+
+_REASONS = {
+    "starting": "the engine is starting",
+    "gone": "the engine is gone",
+    "draining": "the server is shutting down",
+}
+
+
+@dataclass
+class Service:
+    """One server's state; `draining` is set once and for all by a signal."""
+
+    link: EngineLink
+    text: ChatText
+    options: ServerOptions
+    write_line: Callable[[str], None]
+    started_at: int  # Unix time, for the list of models
+    draining: bool = False
+    admission: Admission = field(init=False)
+    metrics: Metrics = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Make the counts that belong to these options."""
+        self.admission = Admission(self.options.max_queued_requests)
+        self.metrics = Metrics(self.text.names[0], self.admission)
+
+    @property
+    def state(self) -> str:
+        """starting, ready, draining or gone."""
+        return "draining" if self.draining else self.link.state
+
+    @property
+    def not_ready_reason(self) -> str | None:
+        """Why /readyz is 503; None when it is 200."""
+        reason = _REASONS.get(self.state)
+        status = self.link.status
+        if self.state == "starting" and status is not None and status.loading:
+            return f"{reason}: {status.loading}, {status.loaded:.0%}"
+        return reason
+
+    def enter(self) -> Slot:
+        """A place for one call. Raises HttpProblem 503 when no calls may come now, 429 when too many wait."""
+        reason = self.not_ready_reason
+        if reason is not None:
+            raise busy(f"{reason}. Send the request again later.")
+        return self.admission.enter()
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Write one log line in the chosen format."""
+        self.write_line((as_json if self.options.log_format == "json" else as_text)(line))
+
+
+def to_stderr(line: str) -> None:
+    """Where log lines go unless a test collects them."""
+    print(line, file=sys.stderr, flush=True)
