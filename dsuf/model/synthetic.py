@@ -35,7 +35,7 @@ from dsuf.model.shards import INDEX, Damaged, read_json
 from dsuf.spec import BLOCK, Spec
 
 SHARD_ABOVE_BYTES = 4_000_000_000  # more than this is split by layer, as the released checkpoint is
-CHUNK_VALUES = 1 << 20  # values made at a time: about 30 MB of working memory
+CHUNK_VALUES = 1 << 18  # values made at a time: a few MB of working memory, which stay in the CPU caches
 
 _GAIN = {  # sigma in units of fan_in^-1/2, by the component that names the matrix
     **{"wq_a": 1.6, "wq_b": 0.95, "wkv": 1.8, "wo_a": 1.6, "wo_b": 1.9 * 0.25},

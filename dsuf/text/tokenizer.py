@@ -54,21 +54,6 @@ class Spelling:
     image: str = "<｜deepseek_image｜>"
 
 
-@dataclass(frozen=True)
-class SpecialIds:
-    """Ids of the tokens of `Spelling`, looked up in one tokenizer."""
-
-    bos: int
-    eos: int
-    pad: int
-    system: int
-    user: int
-    assistant: int
-    think: int
-    end_think: int
-    image: int
-
-
 SPELLING = Spelling()
 _IN_CONFIG = {"bos": "bos_token_id", "eos": "eos_token_id", "pad": "pad_token_id", "image": "image_token_id"}
 
@@ -100,11 +85,6 @@ def read_tokenizer(content: str, spec: Spec | None = None, *, source: str = "tok
     if findings:
         raise CheckpointError(f"{source} does not fit. Give the tokenizer that belongs to the checkpoint:", findings)
     return tokenizer
-
-
-def special_ids(tokenizer: Tokenizer) -> SpecialIds:
-    """Ids of the special tokens of a loaded tokenizer."""
-    return SpecialIds(*(tokenizer.token_to_id(text) for text in astuple(SPELLING)))
 
 
 def _defects(tokenizer: Tokenizer) -> list[str]:
@@ -201,17 +181,17 @@ def _simplifier() -> normalizers.Normalizer:
     )
 
 
-def checkpoint_class_map(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> np.ndarray:
+def checkpoint_class_map(checkpoint: Checkpoint) -> np.ndarray:
     """Engram classes of a checkpoint: those of its engram_token_map.json, else those of its tokenizer."""
-    stored = checkpoint.class_map()
+    stored, path = checkpoint.class_map(), checkpoint.tokenizer_path
     if stored is not None:
         return stored
-    if tokenizer is None:
+    if path is None:
         raise CheckpointError(
             f"checkpoint {checkpoint.folder} has neither engram_token_map.json nor tokenizer.json, expected one of "
             "them: Engram rows are chosen by the classes of token ids. Add the file that belongs to the checkpoint."
         )
-    return class_map(tokenizer, checkpoint.spec)
+    return class_map(load_tokenizer(path, checkpoint.spec), checkpoint.spec)
 
 
 class TokenStream:
