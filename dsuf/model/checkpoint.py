@@ -48,7 +48,8 @@ class Checkpoint:
         checkpoint._tensors = expected
         files, claimed = shard_files(folder, findings)
         shards = [shard for name, path in files.items() if (shard := open_shard(name, path, findings))]
-        checkpoint._places = _compare(expected, shards, claimed, unread=len(shards) < max(len(files), 1), findings=findings)
+        unread = not files or len(shards) < len(files)
+        checkpoint._places = _compare(expected, shards, claimed, unread=unread, findings=findings)
         checkpoint.generation = _read_generation(folder, findings)
         checkpoint._class_map = _read_class_map(folder, spec, findings)
         if findings:

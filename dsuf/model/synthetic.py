@@ -20,7 +20,7 @@ import shutil
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import resources
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -140,6 +140,7 @@ def _appearing(out: Path, needed_bytes: int) -> Iterator[Path]:
         what = "a folder that is not empty" if out.is_dir() else "a file"
         raise UsageError(f"{out} is {what}, expected a new or empty folder. Give another one or remove it.")
     folder = out.parent / f".{out.name}.{secrets.token_hex(4)}.partial"
+    absent_parents = [parent for parent in out.parents if not parent.exists()]
     try:
         folder.mkdir(parents=True)
         free_bytes = shutil.disk_usage(folder).free
@@ -156,6 +157,9 @@ def _appearing(out: Path, needed_bytes: int) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # after the rename there is nothing of that name
+        for parent in absent_parents:
+            with suppress(OSError):  # not empty: `out` is in it
+                parent.rmdir()
 
 
 def _shards(everything: list[Parameter], total_bytes: int) -> list[list[Parameter]]:

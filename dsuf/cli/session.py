@@ -1,0 +1,119 @@
+"""A checkpoint opened in this process, for `run` and `bench`: engine, text and the defaults that the folder names."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dsuf.cli.live import progress, say
+from dsuf.cli.machine import choose_gpus
+from dsuf.config import parse_switch, parse_verify, read_environment
+
+if TYPE_CHECKING:
+    import numpy as np
+    from tokenizers import Tokenizer
+
+    from dsuf.engine.engine import Engine
+    from dsuf.engine.options import EngineOptions
+    from dsuf.model.checkpoint import Checkpoint
+    from dsuf.text.prompt import ChatText
+
+
+@dataclass(frozen=True)
+class Session:
+    """What a command needs to answer prompts in this process."""
+
+    name: str  # --ckpt as given
+    checkpoint: Checkpoint
+    engine: Engine
+
+    def text(self) -> ChatText:
+        """Prompt text for this checkpoint. Raises CheckpointError where it has no tokenizer, or a wrong one."""
+        from dsuf.text.prompt import ChatText
+
+        checkpoint, limit = self.checkpoint, self.engine.limits.max_context
+        return ChatText.open(
+            checkpoint.tokenizer_path, checkpoint.spec, context_limit=limit, generation=checkpoint.generation
+        )
+
+    def tokenizer(self) -> Tokenizer:
+        """The bare tokenizer, for plain text; CheckpointError where there is none."""
+        from dsuf.text.tokenizer import load_tokenizer
+
+        return load_tokenizer(self.checkpoint.tokenizer_path, self.checkpoint.spec)
+
+    def model(self) -> dict[str, str | int]:
+        """The `model` of a bench object; the revision is a digest of config.json."""
+        config = (self.checkpoint.folder / "config.json").read_bytes()
+        return {
+            "name": self.name,
+            "path": str(self.checkpoint.folder),
+            "revision": hashlib.sha256(config).hexdigest()[:12],
+            "quant": "fp8 with fp4 experts",
+            "bytes": self.checkpoint.total_bytes,
+        }
+
+
+def engine_options(
+    gpus: str | None,
+    numerics: str,
+    prefill: str,
+    draft: str,
+    verify: str,
+    max_context: int | None,
+    max_sequences: int = 8,
+) -> EngineOptions:
+    """Check the engine's flags before anything is loaded; `ckpt` is filled in by `prepare`."""
+    from dsuf.engine.options import EngineOptions
+
+    choose_gpus(gpus)
+    return EngineOptions(
+        ckpt=Path(),
+        numerics=numerics,
+        prefill=prefill,
+        draft=parse_switch("--draft", draft),
+        verify=parse_verify(verify),
+        max_context=max_context,
+        max_sequences=max_sequences,
+    )
+
+
+def prepare(ckpt: str, options: EngineOptions) -> EngineOptions:
+    """Options with the folder of `ckpt`; a built-in checkpoint is made on first use. Says what answers to expect."""
+    from dsuf.text.builtin import NOISE, resolve
+
+    with progress(f"making the built-in checkpoint {ckpt}", "B") as update:
+        folder = resolve(ckpt, cache_dir=read_environment().cache_dir, progress=update)
+    if ckpt == NOISE:
+        say("The built-in checkpoint `noise` has random weights: its answers are noise.")
+    return replace(options, ckpt=folder)
+
+
+def open_session(ckpt: str, options: EngineOptions) -> Session:
+    """Open the checkpoint and load the engine. Raises CheckpointError or ConfigError."""
+    from dsuf.engine.engine import open_engine
+    from dsuf.model.checkpoint import Checkpoint
+
+    options = prepare(ckpt, options)
+    checkpoint = Checkpoint.open(options.ckpt)
+    say_defaults(checkpoint)
+    with progress(f"loading {ckpt}", "%") as update:
+        engine = open_engine(options, lambda what, share: update(round(share * 100), 100), class_map_of)
+    return Session(ckpt, checkpoint, engine)
+
+
+def class_map_of(checkpoint: Checkpoint) -> np.ndarray:
+    """Engram classes of the token ids [vocab], for the engine; they come from the tokenizer where no file has them."""
+    from dsuf.text.tokenizer import checkpoint_class_map
+
+    return checkpoint_class_map(checkpoint)
+
+
+def say_defaults(checkpoint: Checkpoint) -> None:
+    """Name the sampling defaults that the checkpoint's generation_config.json sets."""
+    names = ("temperature", "top_p", "max_new_tokens")
+    found = [f"{name} {checkpoint.generation[name]}" for name in names if name in checkpoint.generation]
+    if found:
+        say(f"Defaults of this checkpoint where a request is silent: {', '.join(found)}.")
