@@ -1,0 +1,94 @@
+"""Hopper's warpgroup products (wgmma): four warps, operands in shared memory or A in registers. sm_90a only.
+
+Descriptor of a K-major tile with the 128-byte swizzle: address >> 4 | 1 << 16 | (1024 >> 4) << 32 | 1 << 62; the next
+32 bytes of k are +2. The result of row r (of 64) and column c sits in warp r / 16, lane 4 (r mod 8) + (c mod 8) / 2,
+register 4 (c / 8) + 2 (r / 8 mod 2) + c mod 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dsuf.kernels.ptx.mma import decode_bf16, decode_e4m3, decode_f16
+from dsuf.kernels.ptx.op import HOPPER, Op, ptx
+
+if TYPE_CHECKING:
+    from dsuf.kernels.simt.lanes import Lanes
+
+SWIZZLED_TILE = 1 << 62 | (1024 >> 4) << 32 | 1 << 16  # add shared address >> 4
+
+DECODE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "bf16": lambda raw: decode_bf16(raw.view(np.uint16)),
+    "f16": lambda raw: decode_f16(raw.view(np.uint16)),
+    "e4m3": decode_e4m3,
+}
+
+
+def _spread(lanes: Lanes, d: np.ndarray, acc: Any, keep: bool) -> tuple[np.ndarray, ...]:
+    """[64, n] to the registers of a warpgroup, added to the accumulators if `keep`."""
+    warp, lane = lanes.thread % 128 >> 5, lanes.thread & 31
+    out = []
+    for i in range(d.shape[1] // 2):
+        value = d[16 * warp + (lane >> 2) + 8 * (i >> 1 & 1), 8 * (i >> 2) + 2 * (lane & 3) + (i & 1)]
+        out.append((value + (lanes.vector(acc[i], np.float32) if keep else 0)).astype(np.float32))
+    return tuple(out)
+
+
+@cache
+def wgmma(n: int, kind: str) -> Op:
+    """wgmma.mma_async m64 x n x 32 bytes: (descriptor of A, descriptor of B, add to acc?, acc) -> acc."""
+    depth, tail = (32, "") if kind == "e4m3" else (16, ", 0, 0")
+
+    def twin(lanes: Lanes, a: Any, b: Any, add: Any, acc: Any) -> tuple[np.ndarray, ...]:
+        left = DECODE[kind](lanes.shared.swizzled_tile(lanes.one(a), 64, 32)).astype(np.float64)
+        right = DECODE[kind](lanes.shared.swizzled_tile(lanes.one(b), n, 32)).astype(np.float64)
+        return _spread(lanes, left @ right.T, acc, lanes.one(add) != 0)
+
+    twin.__name__ = f"wgmma_{kind}_n{n}"
+    text = (
+        f"{{.reg .pred p; setp.ne.b32 p, <2>, 0; wgmma.mma_async.sync.aligned.m64n{n}k{depth}.f32.{kind}.{kind}"
+        f" <d>, <0>, <1>, p, 1, 1{tail};}}"
+    )
+    return ptx(f"f32*{n // 2} = s64, s64, s32, +f32*{n // 2}", text, chips=HOPPER, unit="warpgroup")(twin)
+
+
+@ptx("=", "wgmma.fence.sync.aligned;", chips=HOPPER, unit="warpgroup")
+def wgmma_fence() -> None:
+    """wgmma.fence.sync.aligned: registers and shared memory are ready for the products that follow"""
+
+
+@ptx("=", "wgmma.commit_group.sync.aligned;", chips=HOPPER, unit="warpgroup")
+def wgmma_commit() -> None:
+    """wgmma.commit_group.sync.aligned"""
+
+
+@ptx("=", "wgmma.wait_group.sync.aligned 1;", chips=HOPPER, unit="warpgroup")
+def wgmma_wait_but_last() -> None:
+    """wgmma.wait_group 1: every group but the last is done"""
+
+
+@cache
+def wgmma_wait(registers: int) -> Op:
+    """wgmma.wait_group 0 that takes and returns the accumulators, so that no reader can be moved above it."""
+
+    def twin(acc: Any) -> Any:
+        return acc
+
+    twin.__name__ = f"wgmma_wait_{registers}"
+    text = "wgmma.wait_group.sync.aligned 0;"
+    return ptx(f"f32*{registers} = +f32*{registers}", text, chips=HOPPER, unit="warpgroup")(twin)
+
+
+@cache
+def zeros(n: int) -> Op:
+    """An n-tuple of float32 zeros: a register tile held in one variable (a constant, no instruction)."""
+
+    def twin(lanes: Lanes) -> tuple[np.ndarray, ...]:
+        return tuple(np.zeros(lanes.count, np.float32) for _ in range(n))
+
+    twin.__name__ = f"zeros_{n}"
+    return ptx(f"f32*{n} =", "", pure=True)(twin)

@@ -1,0 +1,115 @@
+"""What `@kernel` expands to, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from dsuf.kernels.lang import Kernel, float32, inline, int32, kernel, regs, s64, unroll
+from dsuf.kernels.ptx.convert import fma, ue8m0
+from dsuf.kernels.ptx.memory import ldg_f32, stg_f32
+from dsuf.kernels.ptx.sync import thread_index
+
+
+@dataclass(frozen=True)
+class Shape:
+    width: int
+
+
+def test_unrolling_registers_and_static_branches():
+    wide, shape = True, Shape(2)
+
+    @kernel(threads=32)
+    def body(x: s64) -> None:
+        a = regs(shape.width, float32(0))
+        for i in unroll(2):
+            if wide:
+                a[i] = ue8m0[i + 1](x)
+            else:
+                a[i] = 5
+        a = ue8m0[0](a[0:2])
+
+    lines = body.text.splitlines()
+    assert lines[1:] == [
+        "    a_0 = float32(0.0)",
+        "    a_1 = float32(0.0)",
+        "    a_0 = ue8m0__1(x)",
+        "    a_1 = ue8m0__2(x)",
+        "    a_0, a_1 = ue8m0__0((a_0, a_1))",
+    ]
+    assert set(body.ops) == {"ue8m0__0", "ue8m0__1", "ue8m0__2"}
+
+
+def test_helpers_are_expanded_in_place_and_may_write_the_callers_registers():
+    @inline
+    def accumulate(acc, base, n):
+        total = float32(0)
+        for i in unroll(n):
+            acc[i] = fma(base, float32(2), acc[i])
+            total = total + acc[i]
+        return total
+
+    @kernel(threads=32)
+    def body(x: s64) -> None:
+        a = regs(2, float32(1))
+        y = accumulate(a, ldg_f32(x), 2)
+        stg_f32(x, y)
+
+    text = body.text
+    assert "accumulate1_base = ldg_f32(x)" in text
+    assert "a_1 = accumulate1_fma(accumulate1_base, float32(2.0), a_1)" in text
+    assert text.splitlines()[-2:] == ["    y = accumulate1_total", "    stg_f32(x, y)"]
+
+
+def test_range_becomes_a_counted_int32_loop_and_floats_stay_float32():
+    scale = 0.5
+
+    @kernel(threads=32)
+    def body(x: s64) -> None:
+        for i in range(int32(thread_index()), 9, 2):
+            stg_f32(x, scale * 1.5 + float32(i))
+
+    assert "i = int32(int32(thread_index()))" in body.text
+    assert "while i < 9:" in body.text and "i = int32(i + 2)" in body.text
+    assert "float32(0.5) * float32(1.5)" in body.text
+
+
+def make(n: int) -> Kernel:
+    @kernel(threads=32)
+    def body(x: s64) -> None:
+        stg_f32(x, float32(n))
+
+    return body
+
+
+def test_identity_follows_constants_and_the_text_of_operations():
+    assert make(1).identity != make(2).identity
+    assert make(1).identity == make(1).identity
+    assert stg_f32.text in make(1).identity
+
+
+def test_what_the_language_lacks_is_refused_with_the_line():
+    def dynamic_index(x: s64) -> None:
+        a = regs(2, 0)
+        a[thread_index()] = 1
+
+    def dynamic_unroll(x: s64) -> None:
+        for _ in unroll(thread_index()):
+            stg_f32(x, 1)
+
+    def with_break(x: s64) -> None:
+        for _ in range(3):
+            break
+
+    def untyped(x) -> None:
+        stg_f32(x, 1)
+
+    for function, message in (
+        (dynamic_index, "index into registers"),
+        (dynamic_unroll, "bound of unroll"),
+        (with_break, "break"),
+        (untyped, "needs its type"),
+    ):
+        with pytest.raises(SyntaxError, match=message):
+            kernel(threads=32)(function)
