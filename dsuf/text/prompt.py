@@ -33,6 +33,7 @@ MODEL_NAMES = (
     "deepseek-ai/DeepSeek-V4.1-Flash",
 )
 NO_THINKING_NAMES = ("deepseek-chat",)  # keeps its older meaning: thinking off unless asked for
+THINKING_MIN_TOP_P = 0.95  # the recipe says so in single precision
 MAX_NEW_TOKENS = 393_216  # the recipe's bound on max_tokens
 NO_IMAGES = "image input is not supported by this build"
 
@@ -209,15 +210,19 @@ class ChatText:
         return min(wanted, room)
 
     def _sampling(self, converted: dr.ConversationRequest, extensions: _Extensions) -> Sampling:
-        """Sampling as the recipe resolved it; the checkpoint's defaults where the request is silent.
+        """Sampling as asked; the checkpoint's defaults, then the recipe's, where the request is silent.
 
-        With thinking the public API ignores a given temperature, so that one counts as silent too.
+        With thinking the public API ignores a given temperature, so that one counts as silent, and the recipe raises
+        top_p to 0.95. Without thinking the recipe would drop a given top_p; here it counts.
         """
         options, defaults = converted.inference_options, self.defaults
-        asked = None if converted.conversation.thinking_mode else extensions.temperature
+        temperature, top_p = extensions.temperature, extensions.top_p
+        if converted.conversation.thinking_mode:
+            temperature = None
+            top_p = None if top_p is None else max(top_p, THINKING_MIN_TOP_P)
         return Sampling(
-            temperature=_choose(asked, defaults.temperature, options.temperature),
-            top_p=_choose(extensions.top_p, defaults.top_p, options.top_p),
+            temperature=_first(temperature, defaults.temperature, options.temperature),
+            top_p=_first(top_p, defaults.top_p, options.top_p),
             top_k=max(extensions.top_k or 0, 0),
             seed=secrets.randbits(63) if options.seed is None else options.seed,
             logprobs=(options.top_logprobs or 0) if options.logprobs else None,
@@ -269,8 +274,6 @@ def _refuse_unsupported_content(conversation: dr.Conversation) -> None:
         )
 
 
-def _choose(asked: float | None, default: float | None, resolved: float | None) -> float:
-    """`resolved` is the recipe's, in single precision: where it is what was asked, the exact value is kept."""
-    if asked is None:
-        return resolved if default is None else default
-    return asked if abs(asked - resolved) < 1e-6 else resolved
+def _first(*values: float | None) -> float:
+    """The first value that is given."""
+    return next(value for value in values if value is not None)

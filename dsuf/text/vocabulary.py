@@ -56,7 +56,7 @@ def read_vocabulary(tokenizer_json: str, spec: Spec) -> Vocabulary:
         raise CheckpointError(
             "tokenizer.json does not fit this checkpoint. Use the tokenizer.json of the same model.", findings
         )
-    return Vocabulary(tokenizer, special_tokens, _open_ids(parsed.model.vocab), spec.eos_token_id)
+    return Vocabulary(tokenizer, special_tokens, _open_ids(parsed.model.vocab) - added.keys(), spec.eos_token_id)
 
 
 def _special_token_findings(tokenizer: dr.Tokenizer, special_tokens: dr.SpecialTokens, spec: Spec) -> list[str]:
