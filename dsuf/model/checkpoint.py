@@ -138,7 +138,9 @@ def _compare(
     for shard in shards:
         for name in shard.named:
             if name in home:
-                findings.append(f"{quoted(name)}: found in {home[name]} and {quoted(shard.name)}, expected in one")
+                findings.append(
+                    f"{quoted(name)}: found in {quoted(home[name])} and {quoted(shard.name)}, expected in one"
+                )
             home[name] = shard.name
         for entry in shard.entries:
             found = _disagreement(entry, expected.get(entry.name))
@@ -161,11 +163,8 @@ def _compare(
 
 def _disagreement(entry: Entry, info: TensorInfo | None) -> str:
     """What is wrong with a header entry that should be `info`; empty when nothing is."""
-    stored = f"found {quoted(entry.dtype)} {quoted(list(entry.shape))}"
-    if info is None:
-        return f"{stored}, expected no such tensor"
-    if entry.dtype != info.dtype or entry.shape != info.shape:
-        return f"{stored}, expected {info}"
+    if info is None or entry.dtype != info.dtype or entry.shape != info.shape:
+        return f"found {quoted(entry.dtype)} {quoted(list(entry.shape))}, expected {info or 'no such tensor'}"
     if entry.end - entry.begin != info.nbytes:
         return f"found {entry.end - entry.begin} bytes of data, expected {info.nbytes} for {info}"
     return ""

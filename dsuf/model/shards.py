@@ -13,6 +13,7 @@ import mmap
 import os
 import stat
 import struct
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -60,8 +61,7 @@ def parse_json(raw: bytes) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
             raise Damaged(f"the name {quoted(twice)} stands twice in one JSON object")
         return found
 
