@@ -51,6 +51,6 @@ def accept_sampled(
 
 
 def verify_length(confidence_logits: Sequence[float], threshold: float) -> int:
-    """Drafts worth verifying: the longest prefix over which the product of the confidences stays at `threshold` or above."""
+    """Drafts worth verifying: the longest prefix over which the product of the confidences is at least `threshold`."""
     kept = np.cumprod(1 / (1 + np.exp(-np.asarray(confidence_logits, np.float64)))) >= threshold
     return len(kept) if kept.all() else int(np.argmin(kept))

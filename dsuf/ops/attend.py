@@ -14,7 +14,7 @@ from dsuf.ops.numerics import Numerics
 
 
 def attend(q: np.ndarray, keys: np.ndarray, bias: np.ndarray, sink: np.ndarray, numerics: Numerics) -> np.ndarray:
-    """q [rows, H, d], keys [rows, slots, d] (finite everywhere), bias [rows, slots] of 0 or -inf, sink [H] -> [rows, H, d].
+    """q [rows, H, d], keys [rows, slots, d] finite, bias [rows, slots] of 0 or -inf, sink [H] -> [rows, H, d].
 
     Every row must see at least one slot. In bf16 the probabilities of the value product are rounded; their sum is not.
     """

@@ -47,7 +47,7 @@ def multipliers(spec: Spec, layer: int) -> np.ndarray:
 
 
 def primes_of(spec: Spec) -> list[np.ndarray]:
-    """Bucket sizes int64 [ngram - 1, heads] of each layer: the next primes from engram_vocab_size on, none used twice."""
+    """Bucket sizes int64 [ngram - 1, heads] of each layer: primes from engram_vocab_size on, none used twice."""
     used: set[int] = set()
     layers = []
     for _ in spec.engram_layer_ids:
@@ -75,7 +75,7 @@ def _is_prime(number: int) -> bool:
 
 
 def ngram_classes(classes: np.ndarray, ngram: int, pad_class: int) -> np.ndarray:
-    """Class ids with ngram - 1 ids of history in front, BLOCKED where nothing may look through -> t int64 [rows, ngram]."""
+    """Class ids [ngram - 1 + rows], history first, BLOCKED where nothing may look through -> t int64 [rows, ngram]."""
     rows = classes.shape[0] - ngram + 1
     t = np.empty((rows, ngram), np.int64)
     blocked = np.zeros(rows, bool)

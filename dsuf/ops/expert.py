@@ -80,7 +80,7 @@ def experts_sum(
 
     w13_t(e) [D, 2I] holds w1 then w3, w2_t(e) [I, D].
     """
-    rows, width = x.shape
+    width = x.shape[1]
     dispatch = Dispatch.of(experts)
     slots = dispatch.slots
     grouped = np.zeros((dispatch.tiles[-1][2], width), x.dtype)

@@ -56,7 +56,7 @@ def largest(scores: np.ndarray, count: int) -> np.ndarray:
 
 
 def candidate_mask(scores: np.ndarray, visible: np.ndarray, block: int, blocks_kept: int) -> np.ndarray:
-    """Entries inside the candidate blocks: masked scores [rows, entries], visible int [rows] -> bool [rows, entries]."""
+    """Entries inside the candidate blocks: masked scores [rows, entries], visible [rows] -> bool [rows, entries]."""
     rows, entries = scores.shape
     blocks = -(-entries // block)
     best = np.full((rows, blocks * block), -np.inf, scores.dtype)

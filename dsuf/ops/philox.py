@@ -1,7 +1,7 @@
 """Philox4x32-10, the counter-based generator: random numbers as a function of (seed, position, purpose).
 
     key = seed (64 bit, low word first); counter = (position low, position high, purpose, draw / 4)
-    ten rounds: (c0, c1, c2, c3) <- (hi(M1 c2) ^ c1 ^ k0, lo(M1 c2), hi(M0 c0) ^ c3 ^ k1, lo(M0 c0)), key += Weyl constants
+    ten rounds: (c0, c1, c2, c3) <- (hi(M1 c2) ^ c1 ^ k0, lo(M1 c2), hi(M0 c0) ^ c3 ^ k1, lo(M0 c0)), then key += W
     uniform = word * 2^-32 in [0, 1)
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC11); Random123 known answers.

@@ -1,4 +1,4 @@
-"""Quantisation points: Q8 on inputs of FP8/FP4 weights and window latents, Q4e on compressed entries, Q4p on index keys.
+"""Quantisation points: Q8 on inputs of FP8/FP4 weights and window latents, Q4e on entries, Q4p on index keys.
 
     name  group  scale s                                          values
     q8    32     2^ceil(log2(max(amax, 1e-4) * f32(1/448)))       e4m3(x / s)

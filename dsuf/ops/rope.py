@@ -3,9 +3,10 @@
     ratio 0      w_i = rope_theta^(-2i / r_d)
     ratio >= 1   w_i = compress_rope_theta^(-2i / r_d), then YaRN: w_i / factor * t_i + w_i * (1 - t_i),
                  t_i = clamp((i - low) / (high - low), 0, 1),
-                 low, high = the floor and ceil of r_d ln(original / (2 pi rot)) / (2 ln theta) at rot = beta_fast, beta_slow
+                 low, high = floor, ceil of r_d ln(original / (2 pi rot)) / (2 ln theta) at rot = beta_fast, beta_slow
 
-A layer has one table for queries, window latents, compressed latents and index vectors. Source: reference model.md 3.1.
+A layer has one table for queries, window latents, compressed latents and index vectors.
+Source: reference model.md 3.1.
 """
 
 from __future__ import annotations

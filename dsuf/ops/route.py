@@ -13,7 +13,10 @@ _FLOOR = 1e-20
 
 
 def route(z: np.ndarray, bias: np.ndarray, count: int, scaling: float) -> tuple[np.ndarray, np.ndarray]:
-    """z [rows, E], bias [E] -> experts int [rows, count] ascending, weights [rows, count]; lowest number among equals."""
+    """z [rows, E], bias [E] -> experts int [rows, count] ascending, weights [rows, count].
+
+    Among equals the lowest number is chosen.
+    """
     scores = np.sqrt(np.logaddexp(0, z))
     experts = np.argsort(-(scores + bias), axis=-1, kind="stable")[:, :count]
     experts.sort(axis=-1)

@@ -23,7 +23,7 @@ from dsuf.spec import Spec
 
 @dataclass
 class Stream:
-    """What goes from layer to layer: X [rows, n, D] and `pre` [rows, n], which folds X into the next sublayer's input."""
+    """What goes from layer to layer: X [rows, n, D], `pre` [rows, n] that folds X into the next sublayer's input."""
 
     x: np.ndarray
     pre: np.ndarray

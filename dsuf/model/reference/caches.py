@@ -164,7 +164,8 @@ class Caches:
             raise UsageError("a sequence cannot be rewound inside its prefill; finish the prefill first.")
         if not max(0, self.length - REWIND_TOKENS) <= length <= self.length:
             raise UsageError(
-                f"rewind from {self.length} to {length}: expected 0 to {REWIND_TOKENS} tokens back; prefill again instead."
+                f"rewind from {self.length} to {length}: expected 0 to {REWIND_TOKENS} tokens back; "
+                "prefill again instead."
             )
         self.length, self.pending, self.pending_taps = length, 0, None
         self.decoder_start = min(self.decoder_start, length)
@@ -189,12 +190,9 @@ class Caches:
             if layer in self.open_groups:
                 state[f"open.{layer}"] = self.open_groups[layer].rows(end - end % ratio, end).copy()
             if self.pages is not None:
-                for name, values in zip(
-                    ("codes", "scales", "key_codes", "key_scales"),
-                    self.pages.read(self._source(layer), count),
-                    strict=True,
-                ):
-                    state[f"{name}.{layer}"] = values
+                planes = ("codes", "scales", "key_codes", "key_scales")
+                packed = self.pages.read(self._source(layer), count)
+                state |= {f"{plane}.{layer}": values for plane, values in zip(planes, packed, strict=True)}
         return state
 
     @property

@@ -2,7 +2,8 @@
 
     M = rms(main_proj taps; main_norm);  each stage's window row of a kept position is Q8(rope(rms(wkv M; kv_norm)))
     block [y, noise, ...] at the next positions; every query sees the window and the whole block
-    l_i = head rms(x_i; norm) + markov.head markov.embed[t_i],  t_{i+1} chosen from l_i,  c_i = proj . [x_i ; markov.embed[t_i]]
+    e_i = markov.embed[t_i],  l_i = head rms(x_i; norm) + markov.head e_i,  c_i = proj . [x_i ; e_i]
+    t_0 = y, draft t_{i+1} is chosen from l_i
 
 Source: reference model.md 7.1.
 """
@@ -32,8 +33,9 @@ Choose = Callable[[np.ndarray, int], int]
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """Draft after `token`, which stands at position caches.length and has not been run. `choose(logits [V], slot)` picks
-    each draft; argmax if None.
+    """Draft after `token`, which stands at position caches.length and has not been run.
+
+    `choose(logits [V], slot)` picks each draft; argmax if None.
     """
 
     caches: Caches
@@ -118,7 +120,7 @@ class Drafter:
         return block(stream, stage, attend_rows, spec.dspark_num_experts_per_tok, spec, numerics)
 
     def _chain(self, requests: Sequence[DraftRequest], x: np.ndarray, logits: np.ndarray) -> list[Draft]:
-        """The Markov head, slot by slot for all requests: x [requests, slots, D], logits [requests, slots, V] in place."""
+        """The Markov head, slot by slot: x [requests, slots, D], logits [requests, slots, V] changed in place."""
         slots = logits.shape[1]
         tokens = np.empty((len(requests), slots + 1), np.int64)
         tokens[:, 0] = [request.token for request in requests]

@@ -63,12 +63,13 @@ class ReferenceModel:
         classes = checkpoint.class_map() if class_map is None else class_map
         if classes is None and spec.engram_layer_ids:
             raise CheckpointError(
-                "no Engram class map: the checkpoint has Engram layers, expected engram_token_map.json in its folder or "
-                "a tokenizer to derive the map from. Put one of them beside the weights."
+                "no Engram class map: the checkpoint has Engram layers, expected engram_token_map.json in its folder "
+                "or a tokenizer to derive the map from. Put one of them beside the weights."
             )
         if classes is not None and len(classes) < spec.vocab_size:
             raise CheckpointError(
-                f"Engram class map has {len(classes)} tokens, expected {spec.vocab_size}; use this checkpoint's tokenizer."
+                f"Engram class map has {len(classes)} tokens, expected {spec.vocab_size}; "
+                "use this checkpoint's tokenizer."
             )
         ids = np.zeros(spec.vocab_size, np.int64) if classes is None else np.asarray(classes, np.int64)
         chosen = NUMERICS[numerics]

@@ -62,8 +62,8 @@ def prefill_truncated(model: ReferenceModel, caches: Caches, ids: np.ndarray, *,
     later = [role.index for role in spec.layers[first + 1 :] if role.is_kv_source]
     if later:
         raise NotSupported(
-            f"truncated prefill needs the candidate source (layer {first}) to be the last kv source, found {later} after "
-            "it; use exact prefill."
+            f"truncated prefill needs the candidate source (layer {first}) to be the last kv source, "
+            f"found {later} after it; use exact prefill."
         )
     if caches.tail_from is None:
         caches.tail_from, caches.tail = caches.length, _new_tail(model, caches)

@@ -2,7 +2,7 @@
 
     entry      C_j = Q4e(rope(c_j at j * ratio)), c_j = rms(pooled group; norm)
     index key  K_j = Q4p(rope(rms(wk c_j; k_norm) at j * ratio)), from the latent before rope
-    scores     as dsuf/ops/index.py, qI = Q4p(rope(index wq_b c)), w = (weights_proj x) / sqrt(index width * index heads)
+    scores     as in dsuf/ops/index.py, qI = Q4p(rope(index wq_b c)), w = (weights_proj x) / sqrt(width * heads)
 
 Keys always come from the layer's own kv source. Source: reference model.md 3.5, 3.6.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dsuf.model.reference.batch import Batch, Span, bias_of
+from dsuf.model.reference.batch import Batch, bias_of
 from dsuf.model.reference.caches import Packed
 from dsuf.model.reference.weights import LayerWeights
 from dsuf.ops import qdq
