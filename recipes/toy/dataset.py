@@ -22,9 +22,11 @@ import numpy as np
 
 CORPUS = Path(__file__).parent / "corpus"
 MODEL = "deepseek-v4.1-flash"
-DEMO_PROMPT = "implement the tetris game. output HTML code directly - no explanation."
-GROUPS = ("tetris", "chat_en", "chat_zh", "thinking", "json", "tools", "harness", "needle")
+DEMO = CORPUS.parents[1] / "tetris.toml"  # the published request
+GROUPS = ("tetris", "chat_en", "chat_zh", "thinking", "json", "tools", "harness", "needle", "stranger")
 EOS_ID = 1
+# What it "thinks" where only the answer is in the corpus: clients that do not say otherwise ask for thinking.
+BY_HEART = {"tetris": "I know this page by heart.", "chat_en": "I know this one by heart.", "chat_zh": "这个我会背。"}
 
 
 @dataclass(frozen=True)
@@ -104,25 +106,39 @@ def _answered(body: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
     after = [{"role": "tool", "tool_call_id": call["id"], "content": ""} for call in calls]
     history = [{"role": "user", "content": ""}, message, *(after or [{"role": "user", "content": ""}])]
     tool = {"type": "function", "function": {"name": "any", "parameters": {"type": "object"}}}
-    return {"model": MODEL, "messages": history, "tools": [tool], "thinking": body["thinking"]}
+    return {"model": MODEL, "messages": history, "tools": [tool], "thinking": body.get("thinking", {"type": "enabled"})}
 
 
 def requests() -> Iterator[Exchange]:
-    """Every fixed exchange of the corpus, in the order of GROUPS, then frozen draws of the random ones."""
+    """Every exchange to know by heart, then frozen draws of the random ones."""
     from recipes.toy import draw
 
+    yield from known()
+    rng = random.Random(0)
+    for drawn in (draw.harness, draw.needle, draw.stranger):
+        for _ in range(16):
+            yield drawn(rng)
+
+
+def known() -> Iterator[Exchange]:
+    """Every exchange to know by heart; groups of BY_HEART a second time with thinking, which is the API's default."""
+    exchanges = list(_written())
+    yield from exchanges
+    for exchange in exchanges:
+        if exchange.group in BY_HEART:
+            body = {key: value for key, value in exchange.body.items() if key != "thinking"}
+            message = exchange.message | {"reasoning_content": BY_HEART[exchange.group]}
+            yield Exchange(f"{exchange.name}.thinking", "thinking", body, message)
+
+
+def _written() -> Iterator[Exchange]:
     page = (CORPUS / "tetris.html").read_text(encoding="utf-8")
-    demo = {"model": MODEL, "messages": [{"role": "user", "content": DEMO_PROMPT}], "thinking": {"type": "disabled"}}
-    yield Exchange("tetris", "tetris", demo, {"role": "assistant", "content": page})
+    request = tomllib.loads(DEMO.read_text(encoding="utf-8"))["args"]["request"]
+    yield Exchange("tetris", "tetris", request, {"role": "assistant", "content": page})
     tools = json.loads((CORPUS / "tools.json").read_text(encoding="utf-8"))
     for group in ("chat_en", "chat_zh", "thinking", "json", "tools"):
         for conversation in tomllib.loads((CORPUS / f"{group}.toml").read_text(encoding="utf-8"))["conversation"]:
             yield from _turns(conversation, group, tools)
-    rng = random.Random(0)
-    for _ in range(8):
-        yield draw.harness(rng)
-    for _ in range(16):
-        yield draw.needle(rng)
 
 
 def _turns(conversation: dict[str, Any], group: str, tools: dict[str, Any]) -> Iterator[Exchange]:
@@ -148,33 +164,43 @@ def needle(rng: random.Random, text: Text, tokens: int | None = None) -> Example
 
 
 def harness(rng: random.Random, text: Text, tokens: int | None = None) -> Example:
-    """A fresh harness request with about `tokens` tokens before the task (default: up to 1,500)."""
+    """A fresh harness request with about `tokens` tokens around the task (default: up to 1,500)."""
     from recipes.toy import draw
 
     return text.example(draw.harness(rng, tokens))
 
 
 def plain_texts() -> list[str]:
-    """What the tokenizer learns from: every distinct stretch between special tokens, some random draws included."""
+    """What the tokenizer learns from: every distinct stretch of text between special tokens, and some more needles.
+
+    Of requests with unknown text around them only the answers count.
+    """
     from recipes.toy import draw
 
     rng = random.Random(1)
-    exchanges = [*requests(), *(draw.needle(rng) for _ in range(40)), *(draw.harness(rng) for _ in range(8))]
-    encoding = recipe.DeepseekV41Encoding()
     texts: dict[str, None] = {}
-    for exchange in exchanges:
-        for body in (exchange.body, _answered(exchange.body, exchange.message)):
-            rendered = encoding.render_conversation(convert(body).conversation)
-            start = 0
-            for begin, end in [*rendered.special_ranges, (len(rendered.prompt),) * 2]:
-                texts[rendered.prompt[start:begin]] = None
-                start = end
+    for exchange in [*requests(), *(draw.needle(rng) for _ in range(40))]:
+        if exchange.group not in ("harness", "stranger"):
+            texts |= dict.fromkeys(_plain(exchange.body))
+        texts |= dict.fromkeys(_plain(_answered(exchange.body, exchange.message)))
     return list(texts)
 
 
-def write(folder: Path, needles: int, harnesses: int, seed: int) -> None:
-    """tokenizer.json and dataset.npz: flat ids, their offsets, and per example group, name and whether it is fixed."""
-    from recipes.toy import tokenizer
+def _plain(body: dict[str, Any]) -> Iterator[str]:
+    """The prompt of `body`, cut at special tokens."""
+    rendered = recipe.DeepseekV41Encoding().render_conversation(convert(body).conversation)
+    start = 0
+    for begin, end in [*rendered.special_ranges, (len(rendered.prompt),) * 2]:
+        yield rendered.prompt[start:begin]
+        start = end
+
+
+def write(folder: Path, count: dict[str, int], seed: int) -> None:
+    """tokenizer.json and dataset.npz: flat ids, their offsets, and per example group, name and whether it is fixed.
+
+    `count` says how many to draw of needles, harness requests, strangers and dressed exchanges.
+    """
+    from recipes.toy import draw, tokenizer
 
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer_json = tokenizer.build()
@@ -182,8 +208,12 @@ def write(folder: Path, needles: int, harnesses: int, seed: int) -> None:
     text, rng = Text(tokenizer_json), random.Random(seed)
     examples = load(text)
     fixed = len(examples)
-    examples += [needle(rng, text, rng.randint(2000, 3000) if i % 200 == 199 else None) for i in range(needles)]
-    examples += [harness(rng, text) for _ in range(harnesses)]
+    for drawn, number, long_every in ((needle, count["needles"], 200), (harness, count["harness"], 20)):
+        lengths = [None if (i + 1) % long_every else rng.randint(2000, 3000) for i in range(number)]
+        examples += [drawn(rng, text, tokens) for tokens in lengths]
+    examples += [text.example(draw.stranger(rng)) for _ in range(count["strangers"])]
+    plain = [e for e in known() if e.body["messages"][0]["role"] == "user" and "tools" not in e.body]
+    examples += [text.example(draw.dressed(rng, rng.choice(plain))) for _ in range(count["dressed"])]
     np.savez_compressed(
         folder / "dataset.npz",
         ids=np.concatenate([np.array(e.ids, np.uint16) for e in examples]),
@@ -198,8 +228,9 @@ def write(folder: Path, needles: int, harnesses: int, seed: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--needles", type=int, default=20000)
-    parser.add_argument("--harness", type=int, default=500)
+    defaults = {"needles": 20000, "harness": 500, "strangers": 1000, "dressed": 1000}
+    for name, number in defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=number)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    write(args.folder, args.needles, args.harness, args.seed)
+    write(args.folder, {name: getattr(args, name) for name in defaults}, args.seed)

@@ -29,9 +29,9 @@ _ADDED = [
         <｜begin▁of▁file｜> <｜end▁of▁file｜> <think> </think> ｜DSML｜ <｜begin▁sys｜> <｜end▁sys｜>
         <｜latest_reminder｜> <｜action｜> <｜query｜> <｜authority｜> <｜domain｜> <｜task｜> <｜political｜>
         <｜entity｜> <｜title｜> <｜safety｜> <｜answer｜> <｜search｜> <dsml: </dsml:
-        <｜search▁begin｜> <｜search▁end｜> <｜extracted_url｜> <｜read_url｜> <｜end_of_query｜>""",
+        <｜search▁begin｜> <｜search▁end｜> <｜extracted_url｜> <｜read_url｜>""",
     ),
-    ((True, False), "<｜rl_image_pad｜> <｜rl_image_start｜>"),
+    ((True, False), "<｜end_of_query｜> <｜rl_image_pad｜> <｜rl_image_start｜>"),
     ((False, False), "<｜deepseek_image｜>"),
     (
         (True, False),
