@@ -71,6 +71,7 @@ class BlockWeights:
         self._reader, self._spec, self._prefix = reader, spec, prefix
         self.routed_experts = experts  # the shared expert is number `routed_experts`
         self._has_indexer = indexer
+        self.expert_reads = 0  # routed experts multiplied so far: a pass counts each that it hits once
         self._w13_t: dict[int, np.ndarray] = {}
         self._w2_t: dict[int, np.ndarray] = {}
 
@@ -157,6 +158,7 @@ class BlockWeights:
 
     def w13_t(self, expert: int) -> np.ndarray:
         """[D, 2I], w1 then w3."""
+        self.expert_reads += expert < self.routed_experts
         if expert not in self._w13_t:
             self._w13_t[expert] = self._expert(expert, "w1", "w3")
         return self._w13_t[expert]
