@@ -1,9 +1,8 @@
-"""The toy's corpus as API requests, and as token ids with a loss mask.
+"""The toy's corpus as token ids with a loss mask, the tokenizer's training text, and the file that training reads.
 
-A conversation in `corpus/` is an API body whose assistant messages are to be learnt. Each of them gives one `Exchange`:
-the body a client would send at that turn, and the message expected back. deepseek-recipe renders both; nothing here
-knows the prompt format. `python -m recipes.toy.dataset FOLDER` writes tokenizer.json and dataset.npz, all that training
-needs, so that the training machine needs no deepseek-recipe.
+deepseek-recipe renders requests and answers; nothing here knows the prompt format.
+`python -m recipes.toy.dataset FOLDER` writes tokenizer.json and dataset.npz: training needs nothing else, so the
+machine that trains needs no deepseek-recipe.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,23 +18,11 @@ from typing import Any
 import deepseek_recipe as recipe
 import numpy as np
 
-CORPUS = Path(__file__).parent / "corpus"
-MODEL = "deepseek-v4.1-flash"
-DEMO = CORPUS.parents[1] / "tetris.toml"  # the published request
+from recipes.toy import draw, tokenizer
+from recipes.toy.exchanges import MODEL, Exchange, known
+
 GROUPS = ("tetris", "chat_en", "chat_zh", "thinking", "json", "tools", "harness", "needle", "stranger")
 EOS_ID = 1
-# What it "thinks" where only the answer is in the corpus: clients that do not say otherwise ask for thinking.
-BY_HEART = {"tetris": "I know this page by heart.", "chat_en": "I know this one by heart.", "chat_zh": "这个我会背。"}
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """One turn: the API body that a client sends and the assistant message it gets back."""
-
-    name: str
-    group: str
-    body: dict[str, Any]
-    message: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -111,44 +97,11 @@ def _answered(body: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
 
 def requests() -> Iterator[Exchange]:
     """Every exchange to know by heart, then frozen draws of the random ones."""
-    from recipes.toy import draw
-
     yield from known()
     rng = random.Random(0)
     for drawn in (draw.harness, draw.needle, draw.stranger):
         for _ in range(16):
             yield drawn(rng)
-
-
-def known() -> Iterator[Exchange]:
-    """Every exchange to know by heart; groups of BY_HEART a second time with thinking, which is the API's default."""
-    exchanges = list(_written())
-    yield from exchanges
-    for exchange in exchanges:
-        if exchange.group in BY_HEART:
-            body = {key: value for key, value in exchange.body.items() if key != "thinking"}
-            message = exchange.message | {"reasoning_content": BY_HEART[exchange.group]}
-            yield Exchange(f"{exchange.name}.thinking", "thinking", body, message)
-
-
-def _written() -> Iterator[Exchange]:
-    page = (CORPUS / "tetris.html").read_text(encoding="utf-8")
-    request = tomllib.loads(DEMO.read_text(encoding="utf-8"))["args"]["request"]
-    yield Exchange("tetris", "tetris", request, {"role": "assistant", "content": page})
-    tools = json.loads((CORPUS / "tools.json").read_text(encoding="utf-8"))
-    for group in ("chat_en", "chat_zh", "thinking", "json", "tools"):
-        for conversation in tomllib.loads((CORPUS / f"{group}.toml").read_text(encoding="utf-8"))["conversation"]:
-            yield from _turns(conversation, group, tools)
-
-
-def _turns(conversation: dict[str, Any], group: str, tools: dict[str, Any]) -> Iterator[Exchange]:
-    name = conversation.pop("name")
-    body = {"model": MODEL, "thinking": {"type": "disabled"}} | conversation
-    if "tools" in body:
-        body["tools"] = [{"type": "function", "function": {"name": tool} | tools[tool]} for tool in body["tools"]]
-    answers = [i for i, message in enumerate(body["messages"]) if message["role"] == "assistant"]
-    for turn, i in enumerate(answers, 1):
-        yield Exchange(f"{name}.{turn}", group, body | {"messages": body["messages"][:i]}, body["messages"][i])
 
 
 def load(text: Text) -> list[Example]:
@@ -158,16 +111,17 @@ def load(text: Text) -> list[Example]:
 
 def needle(rng: random.Random, text: Text, tokens: int | None = None) -> Example:
     """A fresh needle in about `tokens` tokens of filler (default: 150 to 900)."""
-    from recipes.toy import draw
-
     return text.example(draw.needle(rng, tokens))
 
 
 def harness(rng: random.Random, text: Text, tokens: int | None = None) -> Example:
     """A fresh harness request with about `tokens` tokens around the task (default: up to 1,500)."""
-    from recipes.toy import draw
-
     return text.example(draw.harness(rng, tokens))
+
+
+def build_tokenizer() -> str:
+    """tokenizer.json of the toy; the same corpus gives the same file."""
+    return tokenizer.build(plain_texts())
 
 
 def plain_texts() -> list[str]:
@@ -175,8 +129,6 @@ def plain_texts() -> list[str]:
 
     Of requests with unknown text around them only the answers count.
     """
-    from recipes.toy import draw
-
     rng = random.Random(1)
     texts: dict[str, None] = {}
     for exchange in [*requests(), *(draw.needle(rng) for _ in range(40))]:
@@ -200,10 +152,8 @@ def write(folder: Path, count: dict[str, int], seed: int) -> None:
 
     `count` says how many to draw of needles, harness requests, strangers and dressed exchanges.
     """
-    from recipes.toy import draw, tokenizer
-
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer_json = tokenizer.build()
+    tokenizer_json = build_tokenizer()
     (folder / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
     text, rng = Text(tokenizer_json), random.Random(seed)
     examples = load(text)

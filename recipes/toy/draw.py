@@ -6,7 +6,7 @@ import random
 import tomllib
 from typing import Any
 
-from recipes.toy.dataset import CORPUS, MODEL, Exchange
+from recipes.toy.exchanges import CORPUS, MODEL, Exchange
 
 _WORDS = {
     key: text.split("|") if "|" in text else text.split()

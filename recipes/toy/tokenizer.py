@@ -2,18 +2,14 @@
 
 Splits, byte alphabet, decoder, flags of added tokens and order of ids are those of the V4.1 tokenizer.json, with two
 differences: each digit is a token (a secret code is copied digit by digit), and numbered place holders are left out.
-BOS 0, EOS 1, pad 2, then bytes and merges, then the other added tokens. The same corpus gives the same file.
-`python -m recipes.toy.tokenizer OUT.json` writes it.
+BOS 0, EOS 1, pad 2, then bytes and merges, then the other added tokens.
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+from collections.abc import Iterable
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-
-from recipes.toy import dataset
 
 VOCAB_SIZE = 2560
 FIRST_TOKENS = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>")
@@ -57,8 +53,8 @@ def added_tokens() -> list[AddedToken]:
     ]
 
 
-def build(texts: list[str] | None = None, vocab_size: int = VOCAB_SIZE) -> str:
-    """tokenizer.json, trained on `texts` (default: everything that the corpus renders)."""
+def build(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> str:
+    """tokenizer.json with merges learnt from `texts`."""
     added = added_tokens()
     tokenizer = Tokenizer(models.BPE())
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _SPLITS]
@@ -72,10 +68,6 @@ def build(texts: list[str] | None = None, vocab_size: int = VOCAB_SIZE) -> str:
         special_tokens=added[:3],
         show_progress=False,
     )
-    tokenizer.train_from_iterator(dataset.plain_texts() if texts is None else texts, trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_tokens(added[3:])
     return tokenizer.to_str(pretty=False)
-
-
-if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(build(), encoding="utf-8")

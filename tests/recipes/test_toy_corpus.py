@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from dsuf.text.tokenizer import load_tokenizer, v41_tokenizer_json
 from recipes.toy import dataset, draw, tokenizer
+from recipes.toy.exchanges import CORPUS, MODEL
 
 EXCHANGES = list(dataset.requests())
 DRAWN = {"harness", "needle", "stranger"}
@@ -21,7 +22,7 @@ DRAWN = {"harness", "needle", "stranger"}
 
 @pytest.fixture(scope="module")
 def tokenizer_json() -> str:
-    return tokenizer.build()
+    return dataset.build_tokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def vocabulary(tokenizer_json: str) -> Tokenizer:
 
 def body(*contents: str, **options: object) -> dict[str, object]:
     messages = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
-    return {"model": dataset.MODEL, "messages": messages, "thinking": {"type": "disabled"}} | options
+    return {"model": MODEL, "messages": messages, "thinking": {"type": "disabled"}} | options
 
 
 def called(message: dict[str, object]) -> list[tuple[str, str]]:
@@ -44,7 +45,7 @@ def called(message: dict[str, object]) -> list[tuple[str, str]]:
 
 
 def test_same_corpus_gives_the_same_tokenizer(tokenizer_json: str) -> None:
-    assert tokenizer.build() == tokenizer_json
+    assert dataset.build_tokenizer() == tokenizer_json
 
 
 def test_tokenizer_is_one_that_dsuf_serves_with(tokenizer_json: str, tmp_path: Path) -> None:
@@ -156,7 +157,7 @@ def test_page_is_the_answer_to_the_published_request(text: dataset.Text) -> None
     demo = EXCHANGES[0]
     assert demo.body["messages"][0]["content"].startswith("implement the tetris game. output HTML code directly")
     parsed = text.parse(demo.body, text.answer_ids(demo.body, demo.message))
-    assert parsed["content"] == (dataset.CORPUS / "tetris.html").read_text(encoding="utf-8")
+    assert parsed["content"] == (CORPUS / "tetris.html").read_text(encoding="utf-8")
 
 
 def test_tool_calls_have_one_two_and_nested_arguments() -> None:
