@@ -196,6 +196,15 @@ class Caches:
         return state
 
     @property
+    def nbytes(self) -> int:
+        """Bytes held, used or not."""
+        recent = [self.windows, self.history, *self.open_groups.values()]
+        arrays = [rows.data for rows in recent]
+        arrays += [array for entries in self.entries.values() for array in (entries.latents, entries.keys)]
+        arrays += [self.pages.data] if self.pages is not None else []
+        return sum(array.nbytes for array in arrays)
+
+    @property
     def page_count(self) -> int:
         """Pages that the present length occupies."""
         return pages_for(self.length)

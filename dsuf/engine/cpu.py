@@ -1,0 +1,180 @@
+"""The backend of a machine without a GPU: the NumPy reference model, several sequences a step.
+
+A step is: draft a block for each sequence that drafts, cut it, run all rows of all sequences in one forward, choose,
+keep the rows that lead to what was emitted. Everything is done when `enqueue` returns; `poll` only hands it over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dsuf.engine.backend import Emitted, Limits, Progress
+from dsuf.engine.choose import Drafting, choose_tokens, drafts_to_judge, logprobs_of
+from dsuf.engine.options import EngineOptions
+from dsuf.engine.sequence import Sequence, StepRecord
+from dsuf.errors import ConfigError
+from dsuf.model.checkpoint import Checkpoint
+from dsuf.model.reference.model import Block, Caches, DraftRequest, ReferenceModel
+from dsuf.spec import Spec
+
+ClassMap = Callable[[Checkpoint], np.ndarray | None]
+
+
+@dataclass
+class _Step:
+    """One sequence's part of a decode step."""
+
+    sequence: Sequence
+    drafted: list[int] = field(default_factory=list)  # the whole block
+    confidence: list[float] = field(default_factory=list)
+    probabilities: list[np.ndarray] = field(default_factory=list)
+    judged: int = 0  # drafts that are accepted or rejected
+
+    @property
+    def ids(self) -> list[int]:
+        """Ids of the rows that run: the last emitted token, then drafts, but no row for a token beyond the budget."""
+        rows = min(self.judged + 1, self.sequence.budget_left)
+        return [self.sequence.last_token, *self.drafted[: rows - 1]]
+
+
+class CpuBackend:
+    """Backend over `model.reference`; see `dsuf.engine.backend.Backend` for what each method promises."""
+
+    def __init__(self, options: EngineOptions, class_map: ClassMap | None = None) -> None:
+        self._options = options
+        self._class_map = class_map
+        self._caches: dict[str, Caches] = {}
+        self._emitted: list[Emitted] = []
+        self._steps = 0
+
+    @property
+    def limits(self) -> Limits:
+        spec = self._model.spec
+        context = self._options.max_context or spec.max_position_embeddings
+        return Limits("cpu", spec.vocab_size, context, spec.dspark_block_size)
+
+    def load(self, progress: Progress) -> None:
+        progress("checkpoint", 0.0)
+        checkpoint = Checkpoint.open(self._options.ckpt)
+        _check_context(self._options, checkpoint.spec)
+        progress("weights", 0.1)
+        classes = checkpoint.class_map()
+        if classes is None and self._class_map is not None:
+            classes = self._class_map(checkpoint)
+        self._model = ReferenceModel.load(checkpoint, self._options.numerics, classes)
+        self._weight_bytes = checkpoint.total_bytes
+        progress("weights", 1.0)
+
+    def prefill(self, sequence: Sequence, rows: int, budget_s: float) -> bool:
+        if sequence.id not in self._caches:
+            self._caches[sequence.id] = self._model.new_caches()
+        deadline = time.monotonic() + budget_s
+        while rows > 0:
+            count = min(self._options.prefill_chunk, rows)
+            logits = self._prefill_chunk(sequence, count)
+            if logits is not None:
+                _, tokens = choose_tokens(sequence, logits[None])
+                self._emit(sequence, logits[None], tokens)
+                return True
+            rows -= count
+            if time.monotonic() >= deadline:
+                break
+        return False
+
+    def enqueue(self, batch: Items[Sequence]) -> int:
+        steps = self._draft([_Step(sequence) for sequence in batch])
+        blocks = [Block(self._caches[step.sequence.id], step.ids) for step in steps]
+        for step, block, logits in zip(steps, blocks, self._model.forward(blocks), strict=True):
+            kept = self._judge(step, logits)
+            self._model.commit(block.caches, kept)
+        self._steps += 1
+        return self._steps
+
+    def poll(self) -> list[Emitted]:
+        emitted, self._emitted = self._emitted, []
+        return emitted
+
+    def rewind(self, sequence: Sequence, position: int) -> None:
+        if not sequence.prompt_len <= position <= sequence.last_position:
+            raise ValueError(f"position {position} is not that of an emitted token of {sequence.id!r}")
+        self._model.rewind(self._caches[sequence.id], position)
+        del sequence.emitted[position - sequence.prompt_len + 1 :]
+
+    def release(self, sequence: Sequence) -> None:
+        self._caches.pop(sequence.id, None)
+        self._emitted = [item for item in self._emitted if item.sequence is not sequence]
+
+    def ledger(self) -> dict[str, int]:
+        return {
+            "weights": self._weight_bytes,
+            "caches": sum(caches.nbytes for caches in self._caches.values()),
+        }
+
+    def _prefill_chunk(self, sequence: Sequence, count: int) -> np.ndarray | None:
+        """Run `count` prompt rows; logits [vocab] of the last one when they complete the prompt."""
+        mode, trace = self._options.prefill, sequence.trace
+        every = trace is not None and trace.keep_prompt_argmax and mode == "exact"
+        first, final = sequence.prefilled, count == sequence.prompt_left
+        ids = sequence.request.prompt_ids[first : first + count]
+        done = self._model.prefill(self._caches[sequence.id], ids, final=final, mode=mode, every_logit=every)
+        sequence.prefilled += count
+        if every:
+            trace.prompt_argmax = (trace.prompt_argmax or []) + [int(token) for token in done.argmax]
+        return done.logits if final else None
+
+    def _draft(self, steps: list[_Step]) -> list[_Step]:
+        """Draft for those that do, and cut each block."""
+        drafting = [step for step in steps if step.sequence.draft]
+        choosers = [Drafting(step.sequence) for step in drafting]
+        requests = [
+            DraftRequest(self._caches[step.sequence.id], step.sequence.last_token, chooser)
+            for step, chooser in zip(drafting, choosers, strict=True)
+        ]
+        drafts = self._model.draft(requests) if requests else []
+        for step, chooser, draft in zip(drafting, choosers, drafts, strict=True):
+            step.drafted = [int(token) for token in draft.tokens]
+            step.confidence = [float(logit) for logit in draft.confidence_logits]
+            step.probabilities = chooser.probabilities
+            step.judged = drafts_to_judge(step.sequence, draft.confidence_logits, self._options.verify_threshold)
+        return steps
+
+    def _judge(self, step: _Step, logits: np.ndarray) -> int:
+        """Choose from logits [rows, vocab] and emit; the number of rows that stay in the cache."""
+        sequence, judged = step.sequence, step.judged
+        accepted, tokens = choose_tokens(sequence, logits, step.drafted[:judged], step.probabilities[:judged])
+        return self._emit(sequence, logits, tokens, step, accepted)
+
+    def _emit(
+        self,
+        sequence: Sequence,
+        logits: np.ndarray,
+        tokens: list[int],
+        step: _Step | None = None,
+        accepted: int = 0,
+    ) -> int:
+        """Emit what the sequence takes of `tokens`, row i of `logits` having given token i; how many it took."""
+        kept, reason = sequence.cut(tokens)
+        record = None
+        if step is not None:
+            position, after, accepted = sequence.last_position, sequence.last_token, min(accepted, len(kept))
+            record = StepRecord(position, after, step.drafted, step.confidence, accepted, kept)
+        if sequence.trace is not None and sequence.trace.keep_logits:
+            sequence.trace.logits.extend(np.array(row, np.float32) for row in logits[: len(kept)])
+        logprobs = logprobs_of(sequence, logits, kept)
+        sequence.emit(kept)
+        self._emitted.append(Emitted(sequence, kept, reason, logprobs, record, rows=len(logits)))
+        return len(kept)
+
+
+def _check_context(options: EngineOptions, spec: Spec) -> None:
+    asked, most = options.max_context, spec.max_position_embeddings
+    if asked is not None and asked > most:
+        raise ConfigError(
+            f"max_context is {asked}, this checkpoint was made for {most} tokens (max_position_embeddings). "
+            "Use at most that, or leave the flag out."
+        )
