@@ -57,6 +57,13 @@ class SamplingFlags:
             check_number("--max-tokens", self.max_tokens, 1, MAX_NEW_TOKENS, whole=True)
 
 
+def parse_switch(flag: str, text: str) -> bool:
+    """`on` or `off`. Raises ConfigError for anything else."""
+    if text not in ("on", "off"):
+        raise ConfigError(f"{flag} is {text!r}; expected on or off.")
+    return text == "on"
+
+
 def parse_verify(text: str) -> int | str:
     """`auto` or a number of drafts, as --verify takes it."""
     if text == "auto":

@@ -14,8 +14,8 @@ from typing import Annotated
 import typer
 
 from dsuf import __version__
-from dsuf.cli import build, doctor, repro
-from dsuf.cli.bench import compare
+from dsuf.cli import build, doctor, repro, run, serve, synth
+from dsuf.cli.bench import compare, decode, prefill
 from dsuf.errors import DsufError
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -45,11 +45,11 @@ def _flags(
     pass
 
 
-app.command()(build.build)
-app.command()(repro.repro)
-app.command()(doctor.doctor)
+for command in (run.run, serve.serve, repro.repro, synth.synth, doctor.doctor, build.build):
+    app.command()(command)
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
-bench.command()(compare.compare)
+for command in (decode.decode, prefill.prefill, compare.compare):
+    bench.command()(command)
 app.add_typer(bench, name="bench")
 
 

@@ -157,7 +157,9 @@ def read_counters(url: str) -> StepCounters | None:
             totals[name.partition("{")[0]] = totals.get(name.partition("{")[0], 0.0) + float(value)
     try:
         return StepCounters(
-            totals["dsuf_accept_length_count"], totals["dsuf_step_seconds_sum"], totals["dsuf_accept_length_sum"]
+            steps=totals["dsuf_accept_length_count"],
+            step_seconds=totals["dsuf_request_decode_time_seconds_sum"],
+            emitted=totals["dsuf_accept_length_sum"],
         )
     except KeyError:
         return None

@@ -1,0 +1,132 @@
+"""The engine process of one server: started, watched, started again when it dies, stopped at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import multiprocessing
+import multiprocessing.process
+import signal
+import socket
+import time
+from pathlib import Path
+
+import uvloop
+
+from dsuf.cli.live import progress, say
+from dsuf.cli.session import class_map_of
+from dsuf.engine.engine import Engine, Progress, open_engine
+from dsuf.engine.options import EngineOptions
+from dsuf.engine.service import serve_engine
+from dsuf.errors import EngineGone
+from dsuf.server.app import build_app, serve
+from dsuf.server.link import EngineLink
+from dsuf.server.options import ServerOptions
+from dsuf.text.prompt import ChatText
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 16.0  # before a restart; doubled each time
+RESTARTS, WITHIN_S = 5, 600.0
+STOP_WITHIN_S = 5.0
+
+
+class EngineProcess:
+    """Runs `serve_engine` in a process of its own, so that steps never wait for HTTP work in this interpreter."""
+
+    def __init__(self, socket_path: Path, options: EngineOptions) -> None:
+        self.socket_path, self._options = socket_path, options
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._deaths: list[float] = []
+        self.failure: EngineGone | None = None  # set when the restarts are used up
+
+    def start(self) -> None:
+        """Start it; it connects to the socket as soon as somebody listens."""
+        process = multiprocessing.get_context("spawn").Process(
+            target=serve_engine,
+            args=(self.socket_path, functools.partial(_open, self._options)),
+            name="dsuf-engine",
+        )
+        # Ctrl-C reaches every process of the terminal; the engine goes on until the web process has drained.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            process.start()
+        finally:
+            signal.signal(signal.SIGINT, before)
+        self._process = process
+
+    async def watch(self, link: EngineLink) -> None:
+        """Tell `link` of each death and start anew; ends the server by SIGTERM when the restarts are used up."""
+        while True:
+            await self._ended()
+            link.lost(f"the engine process ended with exit status {self._process.exitcode}")
+            now = time.monotonic()
+            self._deaths = [death for death in self._deaths if now - death < WITHIN_S] + [now]
+            if len(self._deaths) > RESTARTS:
+                self.failure = EngineGone(
+                    f"The engine process ended {len(self._deaths)} times in {WITHIN_S / 60:.0f} minutes; its messages "
+                    "are above. Correct what they name and start the server again."
+                )
+                signal.raise_signal(signal.SIGTERM)
+                return
+            wait_s = min(FIRST_WAIT_S * 2 ** (len(self._deaths) - 1), LONGEST_WAIT_S)
+            say(f"The engine process ended; it is started again in {wait_s:.0f} s.")
+            await asyncio.sleep(wait_s)
+            self.start()
+
+    async def _ended(self) -> None:
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._process.sentinel, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(self._process.sentinel)
+        self._process.join()
+
+    def stop(self) -> None:
+        """End it: it stops by itself when the pipe is closed, else by SIGTERM, else by SIGKILL."""
+        if self._process is None:
+            return
+        for end in (lambda: None, self._process.terminate, self._process.kill):
+            end()
+            self._process.join(STOP_WITHIN_S)
+            if self._process.exitcode is not None:
+                return
+
+
+def serve_with_engine(
+    process: EngineProcess, text: ChatText, options: ServerOptions, sock: socket.socket, ready_line: str
+) -> int:
+    """Start the engine and serve HTTP on `sock` until a signal; the exit code. Prints `ready_line` once.
+
+    Raises the engine's own error when it cannot start, EngineGone when its restarts are used up.
+    """
+    link = EngineLink(process.socket_path)
+    app = build_app(link, text, options)
+
+    async def until_stopped() -> int:
+        tasks = [asyncio.create_task(process.watch(link)), asyncio.create_task(_show_loading(link))]
+        try:
+            return await serve(app, sock, lambda: print(ready_line, flush=True))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    try:
+        process.start()
+        code = asyncio.Runner(loop_factory=uvloop.new_event_loop).run(until_stopped())
+    finally:
+        process.stop()
+    if process.failure is not None:
+        raise process.failure
+    return code
+
+
+async def _show_loading(link: EngineLink) -> None:
+    with progress("loading the engine", "%") as update:
+        while link.state == "starting":
+            if link.status is not None:
+                update(round(link.status.loaded * 100), 100)
+            await asyncio.sleep(0.1)
+
+
+def _open(options: EngineOptions, progress: Progress) -> Engine:
+    return open_engine(options, progress, class_map_of)

@@ -1,0 +1,107 @@
+"""`dsuf serve`: HTTP and text in this process, the engine in another; one line on stdout when it is ready."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dsuf.cli import options
+from dsuf.cli.live import say
+from dsuf.cli.session import engine_options, prepare, say_defaults
+from dsuf.config import check_number, private_folder, read_environment
+
+if TYPE_CHECKING:
+    from dsuf.engine.options import EngineOptions
+    from dsuf.text.prompt import ChatText
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def serve(
+    ckpt: options.Ckpt = options.DEFAULT_CKPT,
+    gpus: options.Gpus = None,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="Port to listen on; 0 takes a free one.")] = 8000,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option("--served-model-name", help="A further model name; may be repeated.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", help="Key that callers must send. Default: DSUF_API_KEY, else none.")
+    ] = None,
+    max_context: options.MaxContext = None,
+    strict_max_tokens: Annotated[
+        bool, typer.Option("--strict-max-tokens", help="Refuse a max_tokens beyond the context instead of cutting it.")
+    ] = False,
+    draft: options.Draft = "on",
+    verify: options.Verify = "auto",
+    numerics: options.Numerics = "qdq64",
+    prefill: options.Prefill = "truncated",
+    max_queued_requests: Annotated[
+        int, typer.Option("--max-queued-requests", help="Requests that may wait; more are answered 429.")
+    ] = 256,
+    drain_delay: Annotated[
+        float, typer.Option("--drain-delay", help="Seconds after SIGTERM in which new calls get 503.")
+    ] = 5.0,
+    drain_timeout: Annotated[
+        float, typer.Option("--drain-timeout", help="Seconds that running streams then have to end.")
+    ] = 120.0,
+    log_format: Annotated[str, typer.Option("--log-format", help="json or text: request_end lines.")] = "json",
+) -> None:
+    """Serve the OpenAI-compatible API over HTTP."""
+    from dsuf.cli.engine_process import EngineProcess, serve_with_engine
+    from dsuf.server.app import bind
+    from dsuf.server.options import ServerOptions
+
+    check_number("--port", port, 0, 65_535, whole=True)
+    engine = engine_options(gpus, numerics, prefill, draft, verify, max_context)
+    environment = read_environment()
+    key = api_key or environment.api_key
+    server = ServerOptions(
+        api_keys=(key,) if key else (),
+        max_queued_requests=max_queued_requests,
+        drain_delay_s=drain_delay,
+        drain_timeout_s=drain_timeout,
+        log_format=log_format,
+    )
+    with bind(host, port) as sock:  # a port that is taken is told before anything is loaded
+        engine = prepare(ckpt, engine)
+        text = _open_text(engine, served_model_name or [], strict_max_tokens)
+        if host not in LOOPBACK and not key:
+            say(f"note: {host} is reachable from other machines and no --api-key is set.")
+        address = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
+        with runtime_folder(environment.runtime_dir) as folder:
+            process = EngineProcess(folder / "engine.sock", engine)
+            code = serve_with_engine(process, text, server, sock, f"dsuf serves {ckpt}, ready on {address}")
+    raise typer.Exit(code)
+
+
+@contextmanager
+def runtime_folder(base: Path) -> Iterator[Path]:
+    """A 0700 folder of this server under the user's runtime folder; gone at the end."""
+    folder = Path(tempfile.mkdtemp(prefix="serve-", dir=private_folder(base)))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _open_text(engine: EngineOptions, names: list[str], strict_max_tokens: bool) -> ChatText:
+    from dsuf.model.checkpoint import Checkpoint
+    from dsuf.text.prompt import ChatText
+
+    with Checkpoint.open(engine.ckpt) as checkpoint:
+        say_defaults(checkpoint)
+        return ChatText.open(
+            checkpoint.tokenizer_path,
+            checkpoint.spec,
+            context_limit=engine.max_context or checkpoint.spec.max_position_embeddings,
+            generation=checkpoint.generation,
+            served_names=names,
+            strict_max_tokens=strict_max_tokens,
+        )

@@ -1,0 +1,85 @@
+"""The command itself: version, help, exit statuses, interrupts, and one message without a traceback."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from dsuf import __version__
+from dsuf.cli import app
+
+
+def dsuf(*arguments, **changes):
+    command = [sys.executable, "-m", "dsuf.cli.app", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **changes)
+
+
+def test_version():
+    done = dsuf("--version")
+    assert (done.returncode, done.stdout) == (0, f"dsuf {__version__}\n")
+
+
+def test_help_lists_every_command_and_answers_at_once():
+    times = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        done = dsuf("--help")
+        times.append(time.perf_counter() - begin)
+    for name in ("run", "serve", "repro", "bench", "synth", "doctor", "build"):
+        assert f"\n  {name} " in done.stdout
+    assert min(times) < 0.4
+
+
+def test_help_loads_no_arithmetic_and_no_gpu_part():
+    code = (
+        "import sys; from dsuf.cli.app import run_command; run_command(['--help']);"
+        "print([m for m in ('numpy', 'numba', 'cuda', 'tokenizers', 'starlette', 'deepseek_recipe') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("arguments", [["nope"], ["run", "--nope"], ["bench", "nope"], ["repro"]])
+def test_wrong_usage_ends_with_2(arguments, capsys):
+    assert app.run_command(arguments) == 2
+    assert capsys.readouterr().err
+
+
+def test_build_says_what_is_missing_and_ends_with_3(capsys):
+    assert app.run_command(["build", "--sm", "sm_103a"]) == 3
+    assert "no GPU kernels" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_with_130_and_without_a_traceback(monkeypatch, capsys):
+    def interrupted(*arguments, **changes):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dsuf.cli.repro.load_recipe", interrupted)
+    assert app.run_command(["repro", "tetris"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_sigterm_unwinds_like_an_interrupt(tmp_path):
+    # a server that never answers keeps the client waiting in a read
+    code = (
+        "import socket, sys, dsuf.cli.app as app\n"
+        "sock = socket.create_server(('127.0.0.1', 0))\n"
+        "sys.argv = ['dsuf', 'repro', 'tetris', '--url', f'http://127.0.0.1:{sock.getsockname()[1]}']\n"
+        "print('up', flush=True)\n"
+        "try:\n"
+        "    app.main()\n"
+        "finally:\n"
+        "    print('unwound', flush=True)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "up\n"
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=10)
+    assert process.returncode == 143
+    assert out == "unwound\n"
+    assert "Traceback" not in err
