@@ -8,9 +8,10 @@ machine that trains needs no deepseek-recipe.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from recipes.toy.exchanges import MODEL, Exchange, known
 
 GROUPS = ("tetris", "chat_en", "chat_zh", "thinking", "json", "tools", "harness", "needle", "stranger")
 EOS_ID = 1
+MAX_TOKENS = 3072  # of prompt and answer, the longest sequence that training takes
 
 
 @dataclass(frozen=True)
@@ -154,25 +156,49 @@ def write(folder: Path, count: dict[str, int], seed: int) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer_json = build_tokenizer()
-    (folder / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
     text, rng = Text(tokenizer_json), random.Random(seed)
-    examples = load(text)
-    fixed = len(examples)
-    for drawn, number, long_every in ((needle, count["needles"], 200), (harness, count["harness"], 20)):
-        lengths = [None if (i + 1) % long_every else rng.randint(2000, 3000) for i in range(number)]
-        examples += [drawn(rng, text, tokens) for tokens in lengths]
-    examples += [text.example(draw.stranger(rng)) for _ in range(count["strangers"])]
-    plain = [e for e in known() if e.body["messages"][0]["role"] == "user" and "tools" not in e.body]
-    examples += [text.example(draw.dressed(rng, rng.choice(plain))) for _ in range(count["dressed"])]
+    fixed = load(text)
+    examples = [*fixed, *_drawn(text, rng, count)]
+    _replace(folder / "tokenizer.json", tokenizer_json.encode())
+    arrays = io.BytesIO()
     np.savez_compressed(
-        folder / "dataset.npz",
+        arrays,
         ids=np.concatenate([np.array(e.ids, np.uint16) for e in examples]),
         offsets=np.cumsum([0, *(len(e.ids) for e in examples)]),
         loss_mask=np.concatenate([np.array(e.loss_mask) for e in examples]),
         group=np.array([GROUPS.index(e.group) for e in examples], np.uint8),
-        fixed=np.arange(len(examples)) < fixed,
+        group_names=np.array(GROUPS),
+        fixed=np.arange(len(examples)) < len(fixed),
         names=np.array([e.name for e in examples]),
     )
+    _replace(folder / "dataset.npz", arrays.getvalue())
+
+
+def _drawn(text: Text, rng: random.Random, count: dict[str, int]) -> Iterator[Example]:
+    """Random examples that fit MAX_TOKENS; one needle in 200 and one harness request in 20 is long."""
+    plain = [e for e in known() if e.body["messages"][0]["role"] == "user" and "tools" not in e.body]
+
+    def length(number: int, long_every: int) -> int | None:
+        return None if (number + 1) % long_every else rng.randint(2000, 2800)
+
+    draws: dict[str, Callable[[int], Exchange]] = {
+        "needles": lambda i: draw.needle(rng, length(i, 200)),
+        "harness": lambda i: draw.harness(rng, length(i, 20)),
+        "strangers": lambda i: draw.stranger(rng),
+        "dressed": lambda i: draw.dressed(rng, rng.choice(plain)),
+    }
+    for name, number in count.items():
+        for i in range(number):
+            while len((example := text.example(draws[name](i))).ids) > MAX_TOKENS:
+                pass
+            yield example
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file so that a reader finds the old or the new one, never a part."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(content)
+    partial.replace(path)
 
 
 if __name__ == "__main__":

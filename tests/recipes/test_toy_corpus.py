@@ -120,8 +120,10 @@ def test_emitted_ids_parse_back_to_the_message(text: dataset.Text, group: str) -
 
 
 def test_one_prompt_has_one_answer(text: dataset.Text) -> None:
-    answers = defaultdict(set)
-    for example in map(text.example, EXCHANGES):
+    answers, rng = defaultdict(set), random.Random(11)
+    drawn = [*(draw.stranger(rng) for _ in range(300)), *(draw.harness(rng, 60) for _ in range(100))]
+    dressed = [draw.dressed(rng, rng.choice(EXCHANGES[:40])) for _ in range(300)]
+    for example in map(text.example, EXCHANGES + drawn + dressed):
         answers[tuple(example.ids[: example.prompt_len])].add(tuple(example.ids[example.prompt_len :]))
     assert [len(found) for found in answers.values()] == [1] * len(answers)
 
@@ -216,3 +218,5 @@ def test_training_file_holds_fixed_and_drawn_examples(tmp_path: Path) -> None:
         assert int(data["fixed"].sum()) == len(EXCHANGES)
         assert len(data["ids"]) == len(data["loss_mask"]) == data["offsets"][-1]
         assert data["ids"].max() < tokenizer.VOCAB_SIZE
+        assert np.diff(data["offsets"]).max() <= dataset.MAX_TOKENS
+        assert list(data["group_names"]) == list(dataset.GROUPS)
