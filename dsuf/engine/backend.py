@@ -40,6 +40,17 @@ class Emitted:
     rows: int = 0  # rows that the decode step ran for this sequence
 
 
+@dataclass(frozen=True)
+class StepCounts:
+    """Totals over all decode steps so far, for the floor that a benchmark holds a step against."""
+
+    steps: int = 0
+    rows: int = 0  # rows run through the backbone
+    slots: int = 0  # drafted tokens
+    experts: int = 0  # distinct routed experts read, summed over backbone layers
+    drafter_experts: int = 0  # the same over drafter stages
+
+
 class Backend(Protocol):
     """Memory and arithmetic of all sequences; called from one thread."""
 
@@ -74,6 +85,10 @@ class Backend(Protocol):
 
     def release(self, sequence: Sequence) -> None:
         """Give back the sequence's memory, whatever it is doing; later `poll`s say nothing of it."""
+        ...
+
+    def counts(self) -> StepCounts:
+        """What the decode steps so far have read."""
         ...
 
     def ledger(self) -> dict[str, int]:

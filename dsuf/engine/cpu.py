@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dsuf.engine.backend import Emitted, Limits, Progress
+from dsuf.engine.backend import Emitted, Limits, Progress, StepCounts
 from dsuf.engine.choose import Drafting, choose_tokens, drafts_to_judge, logprobs_of
 from dsuf.engine.options import EngineOptions
 from dsuf.engine.sequence import Sequence, StepRecord
@@ -50,7 +50,7 @@ class CpuBackend:
         self._class_map = class_map
         self._caches: dict[str, Caches] = {}
         self._emitted: list[Emitted] = []
-        self._steps = 0
+        self._counts = StepCounts()
 
     @property
     def limits(self) -> Limits:
@@ -87,13 +87,14 @@ class CpuBackend:
         return False
 
     def enqueue(self, batch: Items[Sequence]) -> int:
+        before = self._expert_reads()
         steps = self._draft([_Step(sequence) for sequence in batch])
         blocks = [Block(self._caches[step.sequence.id], step.ids) for step in steps]
         for step, block, logits in zip(steps, blocks, self._model.forward(blocks), strict=True):
             kept = self._judge(step, logits)
             self._model.commit(block.caches, kept)
-        self._steps += 1
-        return self._steps
+        self._count(steps, sum(len(block.ids) for block in blocks), before)
+        return self._counts.steps
 
     def poll(self) -> list[Emitted]:
         emitted, self._emitted = self._emitted, []
@@ -109,11 +110,28 @@ class CpuBackend:
         self._caches.pop(sequence.id, None)
         self._emitted = [item for item in self._emitted if item.sequence is not sequence]
 
+    def counts(self) -> StepCounts:
+        return self._counts
+
     def ledger(self) -> dict[str, int]:
         return {
             "weights": self._weight_bytes,
             "caches": sum(caches.nbytes for caches in self._caches.values()),
         }
+
+    def _expert_reads(self) -> tuple[int, ...]:
+        weights = self._model.weights
+        return tuple(sum(block.expert_reads for block in blocks) for blocks in (weights.layers, weights.stages))
+
+    def _count(self, steps: list[_Step], rows: int, before: tuple[int, ...]) -> None:
+        now, counts = self._expert_reads(), self._counts
+        self._counts = StepCounts(
+            steps=counts.steps + 1,
+            rows=counts.rows + rows,
+            slots=counts.slots + sum(len(step.drafted) for step in steps),
+            experts=counts.experts + now[0] - before[0],
+            drafter_experts=counts.drafter_experts + now[1] - before[1],
+        )
 
     def _prefill_chunk(self, sequence: Sequence, count: int) -> np.ndarray | None:
         """Run `count` prompt rows; logits [vocab] of the last one when they complete the prompt."""
