@@ -23,6 +23,7 @@ _EXPONENT = np.int32(0x7F800000)
 _MANTISSA = np.int32(0x007FFFFF)
 _SMALLEST_Q4P = np.float32(6 * 2.0**-126)
 _SMALLEST_Q4E = np.float32(6 * 2.0**-9)
+_LARGEST_Q4E = np.float32(6 * 448)  # beyond this the scale saturates
 _INVERSE_448 = np.float32(1 / 448)
 _INVERSE_6 = np.float32(1 / 6)
 _SMALLEST_Q8 = np.float32(formats.SMALLEST_AMAX)
@@ -104,7 +105,8 @@ def q4p_decode(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
 def q4e_encode(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """x [..., K], K a multiple of 16 -> packed e2m1 uint8 [..., K / 2], e4m3 scales uint8 [..., K / 16]."""
     groups = _groups(x, LATENT_GROUP)
-    scale_codes = formats.e4m3_encode(np.maximum(_amax(groups), _SMALLEST_Q4E) / np.float32(formats.E2M1_MAX))
+    amax = np.clip(_amax(groups), _SMALLEST_Q4E, _LARGEST_Q4E)
+    scale_codes = formats.e4m3_encode(amax / np.float32(formats.E2M1_MAX))
     scaled = groups / formats.e4m3_decode(scale_codes)
     np.clip(scaled, -formats.E2M1_MAX, formats.E2M1_MAX, out=scaled)  # the scale itself may have been rounded down
     return formats.pack_nibbles(formats.e2m1_encode(scaled).reshape(x.shape)), scale_codes[..., 0]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from dsuf.errors import UsageError
-from dsuf.layout import BLOCKED, PageLayout, SourceLayout, pages_for
+from dsuf.layout import BLOCKED, PageLayout, SourceLayout
 from dsuf.ops.index import key_tiles
 from dsuf.ops.numerics import Numerics
 from dsuf.ops.qdq import q4e_decode, q4p_decode
@@ -205,6 +205,8 @@ class Caches:
         return sum(array.nbytes for array in arrays)
 
     @property
-    def page_count(self) -> int:
-        """Pages that the present length occupies."""
-        return pages_for(self.length)
+    def nbytes(self) -> int:
+        """Memory of all arrays."""
+        recent = [self.windows, self.history, *self.open_groups.values(), *([self.tail] if self.tail else [])]
+        held = [rows.data for rows in recent] + [a for e in self.entries.values() for a in (e.latents, e.keys)]
+        return sum(array.nbytes for array in held) + (self.pages.data.nbytes if self.pages else 0)
