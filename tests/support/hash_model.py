@@ -35,6 +35,7 @@ class HashModel:
     """Same calls as `ReferenceModel`; `sharpness` scales the logits, `noise` spoils the drafts."""
 
     spec = SimpleNamespace(vocab_size=VOCAB, max_position_embeddings=512, dspark_block_size=BLOCK)
+    weights = SimpleNamespace(layers=[], stages=[])  # no experts to count
 
     def __init__(self, sharpness: float = 2.0, noise: float = 0.7) -> None:
         self.sharpness, self.noise = sharpness, noise
