@@ -46,10 +46,10 @@ class Interrupted(Exception):
 class Call:
     """One request at the engine. One task reads its events with `next`."""
 
-    def __init__(self, link: EngineLink, request_id: str) -> None:
+    def __init__(self, link: EngineLink, request_id: str, on_tokens: Callable[[Tokens], None]) -> None:
         self.id = request_id
         self.finished: Finished | None = None  # set as soon as it has arrived, read or not
-        self._link = link
+        self._link, self._on_tokens = link, on_tokens
         self._events: deque[CallEvent] = deque()
         self._interrupt: Interrupted | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -59,11 +59,13 @@ class Call:
         if isinstance(event, Finished):
             self.finished = event
         last = self._events[-1] if self._events else None
-        if isinstance(event, Tokens) and isinstance(last, Tokens):
-            logprobs = None if last.logprobs is None else last.logprobs + (event.logprobs or [])
-            self._events[-1] = Tokens(self.id, last.ids + event.ids, logprobs)
-        else:
-            self._events.append(event)
+        if isinstance(event, Tokens):
+            self._on_tokens(event)
+            if isinstance(last, Tokens):
+                logprobs = None if last.logprobs is None else last.logprobs + (event.logprobs or [])
+                self._events[-1] = Tokens(self.id, last.ids + event.ids, logprobs)
+                return  # nobody can be waiting while an event is there
+        self._events.append(event)
         self._wake()
 
     def interrupt(self, reason: Literal["disconnect", "shutdown"]) -> None:
@@ -132,11 +134,11 @@ class EngineLink:
             await self._connection.close()
         self.socket_path.unlink(missing_ok=True)
 
-    async def submit(self, request: Request) -> Call:
-        """Send a request. Raises EngineGone when there is no engine to take it."""
+    async def submit(self, request: Request, on_tokens: Callable[[Tokens], None]) -> Call:
+        """Send a request; `on_tokens` sees every step as it arrives. Raises EngineGone when no engine can take it."""
         if self._connection is None:
             raise EngineGone("there is no engine process. Send the request again later.")
-        call = self.calls[request.id] = Call(self, request.id)
+        call = self.calls[request.id] = Call(self, request.id, on_tokens)
         try:
             await self._send([request])
         except (OSError, wire.WireError) as error:

@@ -48,7 +48,7 @@ class Record:
         self._admitted = event
 
     def tokens(self, event: Tokens) -> None:
-        """A step emitted tokens."""
+        """A step has emitted tokens, whether or not the client has them yet."""
         now = time.perf_counter()
         if self._first_token is None:
             self._first_token = now

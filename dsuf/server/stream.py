@@ -52,7 +52,7 @@ class Exchange:
         """Hand the prompt to the engine. Raises EngineGone."""
         self._record.prompt(prompt)
         self._reply = Reply(self._service.text, prompt, reply_id)
-        self._call = await self._service.link.submit(prompt.request(reply_id))
+        self._call = await self._service.link.submit(prompt.request(reply_id), self._record.tokens)
 
     async def events(self) -> AsyncIterator[list[str] | None]:
         """JSON of the protocol's events as they come, None for each silence of `keepalive_s`.
@@ -65,7 +65,6 @@ class Exchange:
             if event is None:
                 yield None
             elif isinstance(event, Tokens):
-                self._record.tokens(event)
                 yield reply.tokens(event)
             elif isinstance(event, Admitted):
                 self._slot.started()
@@ -185,5 +184,7 @@ def _outcome(error: BaseException | None) -> tuple[str, int]:
         return "ok", 200
     if _is_disconnect(error) or isinstance(error, asyncio.CancelledError):
         return "cancelled", CLIENT_CLOSED
-    problem: HttpProblem = as_problem(_told(error)) if isinstance(error, Exception) else HttpProblem(500, "")
-    return ("error" if problem.status >= 500 else "rejected"), problem.status
+    if isinstance(error, HttpProblem):
+        return "rejected", error.status
+    status = as_problem(_told(error)).status if isinstance(error, Exception) else 500
+    return ("error" if status >= 500 else "rejected"), status
