@@ -115,6 +115,7 @@ class EngineLink:
         self.state: EngineState = "starting"
         self.status: Status | None = None  # the latest one
         self.failure: DsufError | None = None  # why the engine is gone, where it said so
+        self.given_up = False  # no engine will come back
         self.calls: dict[str, Call] = {}
         self.on_change: Callable[[], None] | None = None  # called when `state` has changed
         self._connection: wire.AsyncConnection | None = None
@@ -153,8 +154,12 @@ class EngineLink:
             self._sends.add(task)
             task.add_done_callback(self._sent)
 
-    def lost(self, why: str) -> None:
-        """The engine process has ended, as its parent or the pipe says: every call ends with an error."""
+    def lost(self, why: str, for_good: bool = False) -> None:
+        """The engine process has ended, as its parent or the pipe says: every call ends with an error.
+
+        Another may connect afterwards, unless `for_good`: then this process is of no use any more.
+        """
+        self.given_up = self.given_up or for_good
         if self.state == "gone":
             return
         self.failure = self.failure or EngineGone(why)

@@ -78,9 +78,9 @@ async def show_model(request: Request) -> Response:
 
 
 async def livez(request: Request) -> Response:
-    """GET /livez: 200 while this process can be of use; a lost engine does not come back by itself."""
+    """GET /livez: 200 from this process's own loop, unless no engine will come back."""
     service: Service = request.app.state.service
-    return _health(service, "the engine is gone" if service.link.state == "gone" else None)
+    return _health(service, "the engine is gone for good" if service.link.given_up else None)
 
 
 async def readyz(request: Request) -> Response:

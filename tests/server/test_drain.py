@@ -93,7 +93,7 @@ def test_an_idle_server_waits_only_for_load_balancers(tmp_path):
         begin = time.monotonic()
         server.signal(signal.SIGTERM)
         assert server.wait()[0] == 0
-        assert 0.3 <= time.monotonic() - begin < 1.5
+        assert 0.3 <= time.monotonic() - begin < 5
 
 
 def test_ctrl_c_on_an_idle_server_is_quick(tmp_path):
@@ -101,7 +101,7 @@ def test_ctrl_c_on_an_idle_server_is_quick(tmp_path):
         begin = time.monotonic()
         server.signal(signal.SIGINT)
         assert server.wait()[0] == 0
-        assert time.monotonic() - begin < 1.5
+        assert time.monotonic() - begin < 5
 
 
 def test_streams_that_outlast_the_timeout_get_an_error_event(tmp_path):
@@ -125,7 +125,7 @@ def test_a_second_signal_stops_at_once(tmp_path):
         begin = time.monotonic()
         server.signal(signal.SIGTERM)
         code, _ = server.wait()
-        assert code == 0 and time.monotonic() - begin < 2
+        assert code == 0 and time.monotonic() - begin < 5
         stream.join(5)
     assert "shutting down" in stream.lines[-1]
 

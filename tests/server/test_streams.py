@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from dsuf.server.options import ServerOptions
-from tests.support.peer import Script
+from tests.support.peer import Peer, Script
 from tests.support.serving import encode, in_steps, running_server, says, v41_text, wait_until
 
 CHAT = "/v1/chat/completions"
@@ -36,11 +36,8 @@ def send_and_reset(server, body, wait_for):
 
 
 def test_headers_leave_before_the_first_token():
-    with running_server(lambda request: Script(WORDS, queue_s=0.3)) as server:
-        begin = time.monotonic()
-        with open_stream(server) as stream:
-            assert stream.status_code == 200 and time.monotonic() - begin < 0.25
-            stream.read()
+    with running_server(lambda request: Script(WORDS, queue_s=60)) as server, open_stream(server) as stream:
+        assert stream.status_code == 200 and server.service.admission.waiting == 1
 
 
 def test_the_role_chunk_waits_for_prefill():
@@ -56,15 +53,19 @@ def test_the_role_chunk_waits_for_prefill():
 
 
 def test_comments_come_only_after_real_silence_and_keep_coming():
-    options = ServerOptions(keepalive_s=0.2, drain_delay_s=0)
-    slow = Script(WORDS, prefill_s=0.7)
+    options = ServerOptions(keepalive_s=0.3, drain_delay_s=0)
+    slow = Script(WORDS, prefill_s=1.0)
     with running_server(lambda request: slow, options=options) as server, open_stream(server) as stream:
         at = [(time.monotonic(), line) for line in stream.iter_lines() if line]
-    role = next(t for t, line in at if "assistant" in line)
-    comments = [t - role for t, line in at if line == ": keep-alive"]
+    role = next(i for i, (_, line) in enumerate(at) if "assistant" in line)
+    comments = [moment - at[role][0] for moment, line in at[role:] if line == ": keep-alive"]
     assert len(comments) == 3
-    assert all(0 <= comments[i] - 0.2 * (i + 1) < 0.15 for i in range(3))
-    brisk = Script(WORDS, step_s=0.05)
+    assert all(0.3 * (i + 1) - 0.05 < moment < 0.3 * (i + 1) + 0.25 for i, moment in enumerate(comments))
+
+
+def test_a_brisk_stream_has_no_comments():
+    options = ServerOptions(keepalive_s=2.0, drain_delay_s=0)
+    brisk = Script(WORDS, step_s=0.6)
     with running_server(lambda request: brisk, options=options) as server, open_stream(server) as stream:
         assert not [line for line in stream.iter_lines() if line.startswith(":")]
 
@@ -143,13 +144,35 @@ def test_a_dead_engine_is_noticed_at_once():
                 if '" ten"' in line or 'nine ten"' in line:
                     server.peer.die()
                     died = time.monotonic()
-        assert time.monotonic() - died < 0.5
-        for path in ("/readyz", "/health", "/livez"):
+        assert time.monotonic() - died < 1
+        for path in ("/readyz", "/health"):
             answer = httpx.get(server.url + path)
             assert answer.status_code == 503 and answer.json()["reason"] == "the engine is gone"
         answer = httpx.post(server.url + CHAT, json=HI)
         assert answer.status_code == 503 and "retry-after" in answer.headers
         assert len(server.log("engine_gone")) == 1
+        assert httpx.get(server.url + "/livez").status_code == 200
+
+
+def test_a_restarted_engine_is_taken_on():
+    with running_server(says("first")) as server:
+        server.peer.die()
+        wait_until(lambda: httpx.get(server.url + "/readyz").status_code == 503)
+        peer = Peer(server.service.link.socket_path, says("second"))
+        wait_until(lambda: httpx.get(server.url + "/readyz").status_code == 200)
+        assert httpx.post(server.url + CHAT, json=HI).json()["choices"][0]["message"]["content"] == "second"
+        impostor = Peer(server.service.link.socket_path, says("third"))
+        impostor.join()
+        assert httpx.post(server.url + CHAT, json=HI).json()["choices"][0]["message"]["content"] == "second"
+    peer.join()
+
+
+def test_an_engine_lost_for_good_ends_liveness():
+    with running_server(says("x")) as server:
+        server.peer.die()
+        server.service.link.lost("it died too often", for_good=True)
+        answer = httpx.get(server.url + "/livez")
+        assert answer.status_code == 503 and answer.json()["reason"] == "the engine is gone for good"
 
 
 def test_a_slow_reader_does_not_hold_up_others_and_loses_nothing():
@@ -165,7 +188,7 @@ def test_a_slow_reader_does_not_hold_up_others_and_loses_nothing():
             time.sleep(0.3)  # the kernel's buffers are full by now
             begin = time.monotonic()
             assert httpx.post(server.url + CHAT, json=HI).status_code == 200
-            assert time.monotonic() - begin < 0.3
+            assert time.monotonic() - begin < 1
             events = [json.loads(line[6:]) for line in slow.iter_lines() if line.startswith("data: {")]
         assert "".join(event["choices"][0]["delta"]["content"] for event in events) == "a b c d e f " * 20_000
         assert events[-1]["usage"]["completion_tokens"] == len(ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -86,7 +87,8 @@ class Peer:
                 if time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(0.005)
-        await self._connection.send([Status(ready=self._ready)])
+        with contextlib.suppress(OSError):  # turned away, when another engine is there
+            await self._connection.send([Status(ready=self._ready)])
         while (commands := await self._connection.receive()) is not None:
             for command in commands:
                 await self._obey(command)
