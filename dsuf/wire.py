@@ -66,6 +66,7 @@ class Connection:
     def __init__(self, sock: socket.socket, receives: Any, max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._socket = sock
         self._codec = Codec(receives, max_bytes)
+        self._closed = False
 
     def send(self, message: Any) -> None:
         """Send one frame; waits for the peer to take it. Raises OSError when the peer is gone."""
@@ -85,6 +86,7 @@ class Connection:
 
     def close(self) -> None:
         """Close both directions; a `receive` in another thread then returns None."""
+        self._closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -97,6 +99,10 @@ class Connection:
             try:
                 n = self._socket.recv_into(view[got:])
             except ConnectionResetError:
+                n = 0
+            except OSError:
+                if not self._closed:
+                    raise
                 n = 0
             if n == 0:
                 if got == 0:

@@ -25,7 +25,7 @@ class Limits:
     backend: str  # "cpu", ...
     vocab_size: int
     max_context: int  # prompt and emitted tokens of one sequence
-    draft_len: int  # drafts of a block; 0: no drafter
+    draft_len: int  # drafts of a block
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ class Engine:
         sequence = Sequence(
             request,
             budget=min(request.max_tokens, self.limits.max_context - len(request.prompt_ids)),
-            draft=draft and self.limits.draft_len > 0,
+            draft=draft,
             verify=None if verify == "auto" else verify,
             trace=trace,
         )
