@@ -218,6 +218,21 @@ def fma(a: Any, b: Any, c: Any) -> Any:
     return exact.astype(np.float32)
 
 
+@ptx(
+    "f32*4 = f32*4, f32*4, f32, f32, f32, f32",
+    "{.reg .f32 s; mul.rn.f32 s, <2>, <4>; fma.rn.f32 <d.0>, <1.0>, s, <0.0>; mul.rn.f32 s, <2>, <5>;"
+    " fma.rn.f32 <d.1>, <1.1>, s, <0.1>; mul.rn.f32 s, <3>, <4>; fma.rn.f32 <d.2>, <1.2>, s, <0.2>;"
+    " mul.rn.f32 s, <3>, <5>; fma.rn.f32 <d.3>, <1.3>, s, <0.3>;}",
+    pure=True,
+)
+def add_scaled(acc: Any, p: Any, row0: Any, row1: Any, column0: Any, column1: Any) -> Any:
+    """mul and fma of a product tile: acc + p * (scale of its row * scale of its column); rows g, g, g+8, g+8"""
+    scales = ((row0, column0), (row0, column1), (row1, column0), (row1, column1))
+    with np.errstate(all="ignore"):
+        factors = [np.asarray(r, np.float32) * np.asarray(c, np.float32) for r, c in scales]
+        return tuple(fma.twin(p[i], factors[i], acc[i]) for i in range(4))
+
+
 def _unary(name: str, text: str, function: Any) -> Op:
     def twin(value: Any) -> Any:
         with np.errstate(all="ignore"):

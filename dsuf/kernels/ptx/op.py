@@ -110,6 +110,9 @@ def assemble(op: Op) -> tuple[str, str]:
         numbers[key] = list(range(len(constraints), len(constraints) + slot.registers))
         grouped[key] = slot.count > 0
         constraints += [f"={REGISTER[slot.type]}"] * slot.registers
+    if op.text.startswith("{") and not any(slot.tied for slot in ins):
+        # several instructions: an output may be written before the last input is read
+        constraints = [c.replace("=", "=&") for c in constraints]
     tied = 0
     for i, slot in enumerate(ins):
         first, key = len(constraints), str(i)

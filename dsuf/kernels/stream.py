@@ -1,0 +1,179 @@
+"""The inner loops of the decode products: a warp's ring of weight chunks, and the product of a chunk with up to 48 rows.
+
+A warp computes 16 rows of W at a time against 8 activation rows a tensor core column tile. Per group of 32 columns
+
+    acc[n, r] += (sum_k w[n, k] x[r, k]) * 2^(ew + ex)
+
+with exact products of codes, one float32 sum per group, then one multiplication and one addition: the order of the
+official kernels (reference model.md 3.0). Columns do not know of each other, so a row's bits never depend on the rows
+beside it. The tuple acc[c] holds (row g of W, row 2t of column tile c of x), (g, 2t+1), (g+8, 2t), (g+8, 2t+1).
+
+Activations arrive quantised, codes e4m3 [rows, K] in natural order and scales ue8m0 [rows, scale_stride(K)]; buffers hold
+whole tiles of 8 rows, and what stands in unused rows comes out in unused rows. These are `@inline` helpers for kernels; layouts of chunks are in pack.py. Every warp feeds its own ring (measured: ahead
+of a producer warp for the block, and two stages ahead of deeper rings, on sm_90a).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dsuf.kernels.lang import inline, int32, int64, regs, uint32, unroll
+from dsuf.kernels.ptx.convert import add_scaled, e4m3x4_bf16, e4m3x4_f16, ue8m0
+from dsuf.kernels.ptx.copy import bulk_load_hint, mbarrier_expect
+from dsuf.kernels.ptx.memory import (
+    ldg_u32x2,
+    ldg_u32x4,
+    lds_u16,
+    lds_u32,
+    lds_u32x2,
+    lds_u32x4,
+    sts_u32x2,
+    sts_u32x4,
+)
+from dsuf.kernels.ptx.mma import mma_bf16, mma_e4m3, mma_f16
+
+FP4_BIAS = 16384.0  # fp4x8_f16_bits gives values times 2^-14
+
+
+def scale_stride(k: int) -> int:
+    """Bytes between rows of activation scales: K / 32, rounded up to whole words."""
+    return (k // 32 + 3) // 4 * 4
+
+
+def shared_stride(width: int) -> int:
+    """Bytes between activation rows in shared memory: 32 more than a multiple of 128, so that 4 rows fill all banks."""
+    return width + (32 - width) % 128
+
+
+@inline
+def fetch(ring: Any, bar: Any, stage: Any, size: Any, source: Any, policy: Any) -> None:
+    """Ask for one ring stage of `size` bytes (one lane calls)."""
+    mbarrier_expect(uint32(bar + 8 * stage), uint32(size))
+    bulk_load_hint(uint32(ring + stage * size), source, uint32(size), uint32(bar + 8 * stage), policy)
+
+
+@inline
+def stage_rows(
+    target: Any, source: Any, rows: Any, width: Any, pitch: Any, stride: Any, tid: Any, threads: Any
+) -> None:  # fmt: skip
+    """Copy [rows, width bytes], `pitch` bytes apart, to shared memory, `stride` bytes apart; width a multiple of 16."""
+    for i in range(tid, rows * (width // 16), threads):
+        r = int32(i // (width // 16))
+        c = int32(i - r * (width // 16))
+        sts_u32x4(uint32(target + r * stride + c * 16), ldg_u32x4(source + (int64(r) * pitch + c * 16)))
+
+
+@inline
+def stage_words(target: Any, source: Any, size: Any, tid: Any, threads: Any) -> None:
+    """Copy `size` bytes, a multiple of 8, as they are."""
+    for i in range(tid, size // 8, threads):
+        sts_u32x2(uint32(target + i * 8), ldg_u32x2(source + int64(i) * 8))
+
+
+@inline
+def scale_words(word: Any, c: Any, address: Any, groups: Any) -> None:
+    """The activation scales of a chunk's 2, 4 or 8 groups, as bytes of word[2c] and word[2c + 1]."""
+    if groups == 8:
+        word[2 * c : 2 * c + 2] = lds_u32x2(address)
+    if groups == 4:
+        word[2 * c] = lds_u32(address)
+    if groups == 2:
+        word[2 * c] = lds_u16(address)
+
+
+@inline
+def fp8_chunk(
+    acc: Any, at: Any, tiles: Any, groups: Any, lane: Any, x: Any, x_step: Any, s: Any, s_next: Any, s_step: Any,
+    staged: Any,
+) -> None:  # fmt: skip
+    """acc[c] += the fp8 chunk at `at` times quantised activations, for column tiles c.
+
+    x: the lane's address in row g of tile 0 (shared if staged, else global), x_step: distance of 8 rows; s: shared
+    address of the scales of row 2t, s_next: distance to row 2t + 1, s_step: of 8 rows.
+    """
+    f = lds_u32x2(uint32(at + groups * 512))
+    s0 = regs(2 * tiles, uint32(0))
+    s1 = regs(2 * tiles, uint32(0))
+    for c in unroll(tiles):
+        scale_words(s0, c, uint32(s + c * s_step), groups)
+        scale_words(s1, c, uint32(s + c * s_step + s_next), groups)
+    for q in unroll(groups):
+        a = lds_u32x4(uint32(at + q * 512 + lane * 16))
+        w = ue8m0[q % 4](f[q // 4])
+        for c in unroll(tiles):
+            b = regs(2)
+            if staged:
+                b = lds_u32x2(uint32(x + (c * x_step + q * 32)))
+            else:
+                b = ldg_u32x2(x + (c * x_step + q * 32))
+            p = mma_e4m3(a, b, (0.0, 0.0, 0.0, 0.0))
+            x0 = ue8m0[q % 4](s0[2 * c + q // 4])
+            acc[c] = add_scaled(acc[c], p, w, w, x0, ue8m0[q % 4](s1[2 * c + q // 4]))
+
+
+@inline
+def fp8_chunk_bf16(
+    acc: Any, at: Any, tiles: Any, groups: Any, lane: Any, x: Any, x_step: Any, staged: Any
+) -> None:  # fmt: skip
+    """The same for bf16 activations: the weights become bf16 (exact), their scale is applied to each group's sum."""
+    f = lds_u32x2(uint32(at + groups * 512))
+    for q in unroll(groups):
+        a = lds_u32x4(uint32(at + q * 512 + lane * 16))
+        top0 = e4m3x4_bf16(a[0])
+        low0 = e4m3x4_bf16(a[1])
+        top1 = e4m3x4_bf16(a[2])
+        low1 = e4m3x4_bf16(a[3])
+        w = ue8m0[q % 4](f[q // 4])
+        for c in unroll(tiles):
+            b = regs(4)
+            if staged:
+                b = lds_u32x4(uint32(x + (c * x_step + q * 64)))
+            else:
+                b = ldg_u32x4(x + (c * x_step + q * 64))
+            p = mma_bf16((top0[0], low0[0], top0[1], low0[1]), (b[0], b[1]), (0.0, 0.0, 0.0, 0.0))
+            p = mma_bf16((top1[0], low1[0], top1[1], low1[1]), (b[2], b[3]), p)
+            acc[c] = add_scaled(acc[c], p, w, w, 1.0, 1.0)
+
+
+@inline
+def fp4_chunk(
+    acc: Any, first: Any, count: Any, at: Any, size: Any, groups: Any, lane: Any, expand: Any, x: Any, s0: Any, s1: Any,
+    staged: Any,
+) -> None:  # fmt: skip
+    """acc[i], i = first .. first + count - 1, += fp4 chunks at `at`, at + size, ... times one column tile of rows.
+
+    The rows may come from anywhere: x is the lane's address in the row of column g, s0 and s1 the shared addresses of
+    the scales of columns 2t and 2t + 1. Each group's codes are turned to f16 once for all chunks.
+    """
+    u0 = regs(2, uint32(0))
+    u1 = regs(2, uint32(0))
+    scale_words(u0, 0, s0, groups)
+    scale_words(u1, 0, s1, groups)
+    f = regs(4 * count)  # scales of rows g, then of rows g + 8
+    for i in unroll(count):
+        if groups == 8:
+            f[4 * i : 4 * i + 4] = lds_u32x4(uint32(at + i * size + groups * 256 + (lane >> 2) * 16))
+        if groups == 4:
+            f[4 * i : 4 * i + 2] = lds_u32x2(uint32(at + i * size + groups * 256 + (lane >> 2) * 8))
+        if groups == 2:
+            f[4 * i] = lds_u32(uint32(at + i * size + groups * 256 + (lane >> 2) * 4))
+    a = regs(4 * count)
+    for q in unroll(groups):
+        if q % 2 == 0:
+            for i in unroll(count):
+                a[4 * i : 4 * i + 4] = lds_u32x4(uint32(at + i * size + q * 256 + lane * 16))
+        w = regs(2)
+        if staged:
+            w = lds_u32x2(uint32(x + q * 32))
+        else:
+            w = ldg_u32x2(x + q * 32)
+        b0 = e4m3x4_f16(w[0])
+        b1 = e4m3x4_f16(w[1])
+        x0 = ue8m0[q % 4](u0[q // 4])
+        x1 = ue8m0[q % 4](u1[q // 4])
+        for i in unroll(count):
+            p = mma_f16(expand(a[4 * i + 2 * (q % 2)]), b0, (0.0, 0.0, 0.0, 0.0))
+            p = mma_f16(expand(a[4 * i + 2 * (q % 2) + 1]), b1, p)
+            f0 = ue8m0[q % 4](f[4 * i + q // 4])
+            f1 = ue8m0[(groups + q) % 4](f[4 * i + (groups + q) // 4])
+            acc[first + i] = add_scaled(acc[first + i], p, f0, f1, x0, x1)

@@ -1,0 +1,62 @@
+"""Random operands in storage formats, comparison that names the first wrong element, and running a kernel on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dsuf import formats
+from dsuf.kernels.lang import Kernel
+from dsuf.kernels.simt.memory import GlobalMemory
+from dsuf.kernels.simt.run import run
+from dsuf.kernels.stream import scale_stride
+from dsuf.ops import qdq
+
+
+def bf16(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Normal values as bf16 bits."""
+    return formats.float32_to_bf16(rng.standard_normal(shape).astype(np.float32))
+
+
+def fp8_weight(rng: np.random.Generator, n: int, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Codes [n, k] and 32x32 scales."""
+    return formats.quantise_fp8_blocks((rng.standard_normal((n, k)) * 0.1).astype(np.float32))
+
+
+def fp4_weight(rng: np.random.Generator, n: int, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Random packed codes [n, k/2], every one of the 16, and scales over four binades."""
+    return rng.integers(0, 256, (n, k // 2), np.uint8), rng.integers(118, 122, (n, k // 32), np.uint8)
+
+
+def q8_rows(x: np.ndarray, tile: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """x [rows, k] -> codes [tile, k], scales [tile, stride] with poisoned unused rows, and the values float64 [rows, k]."""
+    rows, k = x.shape
+    codes, scales = np.full((tile, k), 0x7F, np.uint8), np.full((tile, scale_stride(k)), 0xFF, np.uint8)
+    codes[:rows], scales[:rows, : k // 32] = qdq.q8_encode(x)
+    return codes, scales, qdq.q8_decode(codes[:rows], scales[:rows, : k // 32]).astype(np.float64)
+
+
+def execute(kernel: Kernel, arguments: Sequence[np.ndarray | int], grid: tuple[int, int] | None = None) -> None:
+    """Run on the interpreter; arrays are read and written in place, writeable ones that hold only NaN are outputs."""
+    memory = GlobalMemory()
+    run(kernel, memory, [memory.add(a) if isinstance(a, np.ndarray) else a for a in arguments], grid=grid)
+
+
+def values(bits: np.ndarray) -> np.ndarray:
+    """bf16 bits to float64."""
+    return formats.bf16_to_float32(bits).astype(np.float64)
+
+
+def assert_near(actual: np.ndarray, expected: np.ndarray, relative: float, absolute: float = 0.0) -> None:
+    """Every element within relative * |expected| + absolute; the message names the first that is not."""
+    assert actual.shape == expected.shape, (actual.shape, expected.shape)
+    wrong = ~(np.abs(actual - expected) <= relative * np.abs(expected) + absolute)
+    if wrong.any():
+        first = tuple(int(i) for i in np.argwhere(wrong)[0])
+        raise AssertionError(
+            f"{int(wrong.sum())} of {wrong.size} wrong; first at {first}: {actual[first]} instead of {expected[first]}"
+        )
+
+
+BF16_STEP = 2.0**-8  # half a step of bf16 is 2^-9 of the value; two roundings and float32 sums stay under 2^-8
