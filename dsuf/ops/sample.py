@@ -17,8 +17,7 @@ def filtered_probabilities(logits: np.ndarray, temperature: float, top_p: float 
         greedy = np.zeros(scaled.shape)
         greedy[np.argmax(scaled)] = 1
         return greedy
-    scaled = scaled / temperature
-    p = np.exp(scaled - scaled.max())
+    p = np.exp((scaled - scaled.max()) / temperature)  # the largest is 0 first, so that no temperature overflows it
     p /= p.sum()
     if top_k or top_p < 1:
         p[~_kept(p, top_p, top_k or p.size)] = 0

@@ -242,3 +242,8 @@ def test_release_frees_the_caches():
     assert engine.backend._caches
     engine.cancel("a")
     assert not engine.backend._caches
+
+
+@pytest.mark.parametrize("temperature", [1e-9, 1e-300])
+def test_a_tiny_temperature_is_greedy_in_effect(temperature):
+    assert text(Request("a", [1, 2], 20, Sampling(temperature=temperature, seed=3))) == greedy_text([1, 2], 20)
