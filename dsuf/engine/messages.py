@@ -66,6 +66,7 @@ class Stats(msgspec.Struct, frozen=True, omit_defaults=True):
     cached_tokens: int = 0
     completion_tokens: int = 0
     iterations: int = 0
+    drafted_tokens: int = 0  # of all iterations, verified or not; 0 without drafting
     accepted_histogram: list[int] = []  # [a]: iterations that accepted a drafts
     queue_s: float = 0.0  # submitted .. prefill started
     prefill_s: float = 0.0  # prefill started .. first token

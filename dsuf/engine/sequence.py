@@ -61,6 +61,7 @@ class Sequence:
         self.prefilled = 0  # prompt rows in the cache
         self.emitted: list[int] = []
         self.iterations = 0
+        self.drafted_tokens = 0
         self.accepted_histogram: list[int] = []
         self.submitted_s = 0.0
         self.started_s: float | None = None
@@ -115,6 +116,7 @@ class Sequence:
     def count_step(self, record: StepRecord) -> None:
         """Count one decode step, and keep it for the caller who traces."""
         self.iterations += 1
+        self.drafted_tokens += len(record.drafted)
         missing = record.accepted + 1 - len(self.accepted_histogram)
         self.accepted_histogram.extend([0] * missing)
         self.accepted_histogram[record.accepted] += 1
@@ -129,6 +131,7 @@ class Sequence:
             prompt_tokens=self.prompt_len,
             completion_tokens=len(self.emitted),
             iterations=self.iterations,
+            drafted_tokens=self.drafted_tokens,
             accepted_histogram=self.accepted_histogram,
             queue_s=started - self.submitted_s,
             prefill_s=first - started,

@@ -127,14 +127,14 @@ def run_service(socket_path: Path, factory: EngineFactory) -> int:
         threading.Thread(target=_read, args=(pipe, inbox), name="engine-pipe", daemon=True).start()
         try:
             engine = factory(_Loading(pipe, inbox))
-            pipe.send([engine.status()])
+            _send(pipe, [engine.status()])
             _turn_the_wheel(engine, pipe, inbox)
-        except (_Stopped, BrokenPipeError, ConnectionResetError):
+        except _Stopped:
             return 0
         except Exception as error:  # whatever it is, the peer and the log must hear of it
             code = _report(error)
-            with contextlib.suppress(OSError):
-                pipe.send([Failed(type(error).__name__, _last_words(error), code)])
+            with contextlib.suppress(_Stopped):
+                _send(pipe, [Failed(type(error).__name__, _last_words(error), code)])
             return code
 
 
@@ -148,17 +148,19 @@ def _turn_the_wheel(engine: Engine, pipe: wire.Connection, inbox: _Inbox) -> NoR
                 answers = [_obey(engine, command, inbox.stopping) for command in inbox.next()]
                 _send(pipe, [answer for answer in answers if answer is not None])
             _send(pipe, engine.step())
-    except (BrokenPipeError, ConnectionResetError):
-        raise
     except Exception as error:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(_Stopped):
             _send(pipe, engine.abort(_last_words(error)))
         raise
 
 
 def _send(pipe: wire.Connection, events: list[Event]) -> None:
-    if events:
-        pipe.send(events)
+    """Send what there is. A failure means that the peer is gone: told apart from a broken pipe of the backend's own."""
+    try:
+        if events:
+            pipe.send(events)
+    except OSError:
+        raise _Stopped("the web process closed the pipe") from None
 
 
 def _obey(engine: Engine, command: Command, stopping: bool) -> Event | None:
@@ -202,7 +204,7 @@ class _Loading:
         now = time.monotonic()
         if now - self._said_s >= _PROGRESS_EVERY_S:
             self._said_s = now
-            self._pipe.send([Status(ready=False, loading=what, loaded=share)])
+            _send(self._pipe, [Status(ready=False, loading=what, loaded=share)])
 
 
 def _catch_signals(stack: contextlib.ExitStack, inbox: _Inbox) -> None:

@@ -97,6 +97,14 @@ def test_a_fault_in_a_step_ends_its_requests_and_then_the_process(start):
     assert peer.exit_code() == 1
 
 
+def test_a_broken_pipe_of_the_backends_own_is_a_fault_like_any_other(start):
+    peer = start(scripted(fail_at_step=0, fail_with=BrokenPipeError("the cache's socket")))
+    peer.send(Request("a", [5], 100))
+    said = peer.rest()
+    assert any(isinstance(event, Finished) and event.reason == "error" for event in said)
+    assert "the cache's socket" in said[-1].message and peer.exit_code() == 1
+
+
 @pytest.mark.parametrize("busy", [False, True])
 def test_the_peer_notices_a_killed_engine_at_once(start, busy):
     peer = start(scripted(step_s=0.001))
