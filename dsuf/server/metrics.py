@@ -85,7 +85,8 @@ class Metrics:
         self._success = self._counter("request_success", "Requests that ended well.", "finished_reason")
         self._rejections = self._counter("admission_rejections", "Requests refused before the engine.", "status")
         self._disconnects = self._counter("client_disconnects", "Clients that went away.", "phase")
-        self._drafts = self._counter("spec_decode_num_drafts", "Decode steps, each with one block of drafts.")
+        self._drafts = self._counter("spec_decode_num_drafts", "Decode steps with a block of drafts.")
+        self._drafted = self._counter("spec_decode_num_draft_tokens", "Drafted tokens.")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
         self._accepted_at = self._counter(
             "spec_decode_num_accepted_tokens_per_pos", "Accepted drafts by place in the block.", "position"
@@ -132,14 +133,18 @@ class Metrics:
         self._count(self._prefix_hits, stats.cached_tokens)
         self._count(self._reuse, stats.cached_tokens, cache_source)
         self._count(self._reuse, stats.prompt_tokens - stats.cached_tokens, "none")
-        self._count_drafts(stats.accepted_histogram)
+        self._count_steps(stats)
 
-    def _count_drafts(self, histogram: Sequence[int]) -> None:
-        """`histogram[a]` decode steps accepted a drafts and emitted a + 1 tokens."""
+    def _count_steps(self, stats: Stats) -> None:
+        """`accepted_histogram[a]` decode steps accepted a drafts and emitted a + 1 tokens."""
+        histogram = stats.accepted_histogram
         for accepted, steps in enumerate(histogram):
             if steps:
                 self._accept_length.observe(accepted + 1, steps)
+        if not stats.drafted_tokens:
+            return
         self._count(self._drafts, sum(histogram))
+        self._count(self._drafted, stats.drafted_tokens)
         self._count(self._accepted, sum(accepted * steps for accepted, steps in enumerate(histogram)))
         for position in range(len(histogram) - 1):
             self._count(self._accepted_at, sum(histogram[position + 1 :]), str(position))

@@ -76,6 +76,7 @@ def test_metrics_count_what_happened():
     assert after["dsuf_prefix_cache_hits_total",] == 4
     assert after["dsuf_generation_tokens_total",] == 2 * 8  # with the EOS
     assert after["dsuf_spec_decode_num_drafts_total",] == 6
+    assert after["dsuf_spec_decode_num_draft_tokens_total",] == 30
     assert after["dsuf_spec_decode_num_accepted_tokens_total",] == 2 * (2 + 0 + 1)
     assert after["dsuf_spec_decode_num_accepted_tokens_per_pos_total", ("position", "0")] == 4
     assert after["dsuf_spec_decode_num_accepted_tokens_per_pos_total", ("position", "1")] == 2

@@ -164,6 +164,7 @@ def _stats(request: Request, script: Script, emitted: int) -> Stats:
         cached_tokens=script.cached_tokens,
         completion_tokens=emitted,
         iterations=decode_steps,
+        drafted_tokens=5 * decode_steps,
         accepted_histogram=_histogram(script.steps[1:]),
         prefill_s=script.prefill_s,
         decode_s=decode_steps * 0.004,
