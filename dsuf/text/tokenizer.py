@@ -219,7 +219,7 @@ def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
     if spelled is None:
         return b""
     try:
-        return bytes(map(_BYTE_OF.__getitem__, spelled))
+        return bytes(map(BYTE_OF.__getitem__, spelled))
     except KeyError:  # an added token, spelled as itself
         return spelled.encode()
 
@@ -231,4 +231,4 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-_BYTE_OF = _byte_alphabet()
+BYTE_OF = _byte_alphabet()

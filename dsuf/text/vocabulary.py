@@ -12,6 +12,7 @@ import msgspec
 
 from dsuf.errors import CheckpointError
 from dsuf.spec import Spec
+from dsuf.text.tokenizer import BYTE_OF
 
 
 class _AddedToken(msgspec.Struct):
@@ -75,7 +76,7 @@ def _special_token_findings(tokenizer: dr.Tokenizer, special_tokens: dr.SpecialT
 
 def _open_ids(vocab: dict[str, int]) -> frozenset[int]:
     """Ids of byte-level tokens that are not whole UTF-8 characters (about 1 % of V4.1's)."""
-    to_byte = _byte_alphabet()
+    to_byte = str.maketrans({letter: chr(byte) for letter, byte in BYTE_OF.items()})
     found = []
     for spelling, token in vocab.items():
         try:
@@ -83,10 +84,3 @@ def _open_ids(vocab: dict[str, int]) -> frozenset[int]:
         except UnicodeError:
             found.append(token)
     return frozenset(found)
-
-
-def _byte_alphabet() -> dict[int, int]:
-    """Code point -> byte of byte-level BPE: printable Latin-1 stands for itself, the rest go from U+0100 upwards."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {**{byte: byte for byte in printable}, **{0x100 + i: byte for i, byte in enumerate(others)}}
