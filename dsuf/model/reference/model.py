@@ -105,6 +105,8 @@ class ReferenceModel:
 
         Rows stay pending until `commit`; a later forward of the same sequence forgets them.
         """
+        if any(block.caches.tail_from is not None for block in blocks):
+            raise UsageError("a prompt's prefill is not finished; call it with final=True first.")
         ids = [checked_ids(block.ids, self.spec) for block in blocks]
         stream, layers = self.enter([(block.caches, array) for block, array in zip(blocks, ids, strict=True)])
         for layer in range(self.spec.num_hidden_layers):
@@ -137,8 +139,6 @@ class ReferenceModel:
         for caches, ids in runs:
             if not 1 <= ids.size <= caches.room:
                 raise UsageError(f"{ids.size} rows of one sequence at once, expected 1 to {caches.room}.")
-            if caches.tail_from is not None and caches.tail is None:
-                raise UsageError("the prompt's prefill is not finished; call it with final=True first.")
             caches.make_room(ids.size)
             caches.history.rows(caches.length, caches.length + ids.size)[0] = self.class_map[ids]
         layers = self.layers_of([(caches, caches.length, ids.size) for caches, ids in runs])
