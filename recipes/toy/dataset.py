@@ -18,7 +18,10 @@ from typing import Any
 
 import deepseek_recipe as recipe
 import numpy as np
+from tokenizers import Tokenizer
 
+from dsuf.spec import Spec
+from dsuf.text.tokenizer import class_map
 from recipes.toy import draw, tokenizer
 from recipes.toy.exchanges import MODEL, Exchange, known
 
@@ -152,10 +155,12 @@ def _plain(body: dict[str, Any]) -> Iterator[str]:
 def write(folder: Path, count: dict[str, int], seed: int) -> None:
     """tokenizer.json and dataset.npz: flat ids, their offsets, and per example group, name and whether it is fixed.
 
+    The Engram class of every token id is in it too; CheckpointError if config.json has another number of classes.
     `count` says how many to draw of needles, harness requests, strangers and dressed exchanges.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer_json = build_tokenizer()
+    classes = class_map(Tokenizer.from_str(tokenizer_json), Spec.load(Path(__file__).parent / "config.json"))
     text, rng = Text(tokenizer_json), random.Random(seed)
     fixed = load(text)
     examples = [*fixed, *_drawn(text, rng, count)]
@@ -170,6 +175,7 @@ def write(folder: Path, count: dict[str, int], seed: int) -> None:
         group_names=np.array(GROUPS),
         fixed=np.arange(len(examples)) < len(fixed),
         names=np.array([e.name for e in examples]),
+        class_map=classes,
     )
     _replace(folder / "dataset.npz", arrays.getvalue())
 
@@ -204,7 +210,7 @@ def _replace(path: Path, content: bytes) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    defaults = {"needles": 20000, "harness": 500, "strangers": 1000, "dressed": 1000}
+    defaults = {"needles": 20000, "harness": 600, "strangers": 1000, "dressed": 1000}
     for name, number in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=number)
     parser.add_argument("--seed", type=int, default=1)

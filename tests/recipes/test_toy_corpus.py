@@ -219,4 +219,5 @@ def test_training_file_holds_fixed_and_drawn_examples(tmp_path: Path) -> None:
         assert len(data["ids"]) == len(data["loss_mask"]) == data["offsets"][-1]
         assert data["ids"].max() < tokenizer.VOCAB_SIZE
         assert np.diff(data["offsets"]).max() <= dataset.MAX_TOKENS
+        assert len(data["class_map"]) == tokenizer.VOCAB_SIZE
         assert list(data["group_names"]) == list(dataset.GROUPS)
