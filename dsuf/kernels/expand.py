@@ -186,8 +186,8 @@ class Expander(ast.NodeTransformer):
         renamed: dict[str, ast.expr] = {}
         setup: list[ast.stmt] = []
         for parameter, argument in zip(tree.args.args, call.args, strict=True):
-            whole_array = isinstance(argument, ast.Name) and argument.id in self.arrays
-            if whole_array or self.constant(argument)[0]:
+            known_name = isinstance(argument, ast.Name) and (argument.id in self.arrays or argument.id in self.names)
+            if known_name or self.constant(argument)[0]:
                 renamed[parameter.arg] = argument
             else:
                 local = mark + parameter.arg
@@ -247,12 +247,12 @@ class Expander(ast.NodeTransformer):
         name = node.value.id if isinstance(node.value, ast.Name) else None
         if name in self.arrays:
             return self._register(node, name)
+        known, value = self.constant(node)
+        if known:
+            return self.visit_Constant(ast.Constant(value))
         if name is not None and isinstance(self.names.get(name), (dict, list, tuple)):
             index = self.need(node.slice, "an index into a table")
-            element = self.names[name][index]
-            if isinstance(element, _CONSTANT):
-                return ast.Constant(element)
-            self.names[f"{name}__{index}"] = element
+            self.names[f"{name}__{index}"] = self.names[name][index]
             return ast.Name(f"{name}__{index}", ast.Load())
         return self.generic_visit(node)
 

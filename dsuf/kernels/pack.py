@@ -27,10 +27,10 @@ GROUP = 32  # columns of one scale
 FP8_SCALES = 16  # bytes of scales of an fp8 chunk, padded
 
 
-def chunk_width(k: int) -> int:
-    """Columns of a chunk: the largest of 256, 128, 64 that divides K. Raises ConfigError if none does."""
+def chunk_width(k: int, most: int = 256) -> int:
+    """Columns of a chunk: the largest of 256, 128, 64 up to `most` that divides K. Raises ConfigError if none does."""
     for width in (256, 128, 64):
-        if k % width == 0:
+        if width <= most and k % width == 0:
             return width
     raise ConfigError(f"K is {k}; the kernels need a multiple of 64 columns.")
 
@@ -40,9 +40,9 @@ def fp8_chunk_bytes(k: int) -> int:
     return chunk_width(k) * ROWS + FP8_SCALES
 
 
-def fp4_chunk_bytes(k: int) -> int:
+def fp4_chunk_bytes(k: int, most: int = 256) -> int:
     """Bytes of one chunk of an fp4 weight with K columns."""
-    width = chunk_width(k)
+    width = chunk_width(k, most)
     return width * ROWS // 2 + width // GROUP * ROWS
 
 
@@ -50,7 +50,8 @@ def pack_fp8(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """e4m3 [N, K] and ue8m0 [ceil N/32, K/32] -> uint8 [N/16, K/chunk, chunk bytes]. N a multiple of 16."""
     n, k = codes.shape
     width, groups = chunk_width(k), k // GROUP
-    lanes = codes.reshape(n // ROWS, 2, 8, groups, 4, 2, 4).transpose(0, 3, 2, 4, 5, 1, 6)  # tile group g t khalf half 4
+    # tile, half, g, group, t, half of its columns, 4 -> tile, group, g, t, half of its columns, half, 4
+    lanes = codes.reshape(n // ROWS, 2, 8, groups, 4, 2, 4).transpose(0, 3, 2, 4, 5, 1, 6)
     body = lanes.reshape(n // ROWS, k // width, width * ROWS)
     tail = np.zeros((n // ROWS, k // width, FP8_SCALES), np.uint8)
     per_tile = scales[np.arange(n // ROWS) * ROWS // GROUP]
@@ -58,14 +59,14 @@ def pack_fp8(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(np.concatenate([body, tail], axis=2))
 
 
-def pack_fp4(packed: np.ndarray, scales: np.ndarray, chip: str) -> np.ndarray:
+def pack_fp4(packed: np.ndarray, scales: np.ndarray, chip: str, most: int = 256) -> np.ndarray:
     """e2m1 pairs [N, K/2] and ue8m0 [N, K/32] -> uint8 [N/16, K/chunk, chunk bytes]. N a multiple of 16.
 
     Where the chip converts e2m1 itself a word holds codes in nibble order; for sm_90a the bits of each code stand where
     fp4x8_f16_bits can mask them into place.
     """
     n, k = packed.shape[0], packed.shape[1] * 2
-    width = chunk_width(k)
+    width = chunk_width(k, most)
     codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(n, k).astype(np.uint32)
     # tile, half, g, group, t, m (4 columns), pair, column of the pair -> tile, group, g, t, m, pair, half, column
     parts = codes.reshape(n // ROWS, 2, 8, k // GROUP, 4, 2, 2, 2).transpose(0, 3, 2, 4, 5, 6, 1, 7)

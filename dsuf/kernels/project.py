@@ -3,7 +3,8 @@
     y[r, n] = sum_k x[r, k] W[n, k],  W e4m3 with one ue8m0 per 32x32 (pack.pack_fp8)
 
 x is quantised (codes e4m3 [rows, K], scales ue8m0 [rows, scale_stride(K)]) or, for wo_a, bf16 [rows, groups, K] with a
-block-diagonal weight [groups * N, K]. y bf16 [rows, groups * N].
+block-diagonal weight [groups * N, K]. y bf16 [rows, groups * N]. Buffers hold whole tiles of `rows` rows; the first
+`live` of them are computed, and what the others get means nothing.
 
 Reference: dsuf.ops.product.product and grouped_product on dequantised operands.
 Bytes: groups N K (1 + 1/256) of weights a launch; x and y are under 2 % of it. Operations: 2 rows groups N K.
@@ -18,7 +19,7 @@ each taking every team-th chunk; their sums meet in shared memory in warp order,
 
 from __future__ import annotations
 
-from dsuf.kernels.lang import Kernel, int32, int64, kernel, regs, s64, uint32, unroll
+from dsuf.kernels.lang import Kernel, int32, int64, kernel, regs, s32, s64, uint32, unroll
 from dsuf.kernels.pack import chunk_width, fp8_chunk_bytes
 from dsuf.kernels.ptx.convert import bf16x2
 from dsuf.kernels.ptx.copy import fence_async, mbarrier_init, mbarrier_wait, policy_evict_first
@@ -32,12 +33,23 @@ from dsuf.kernels.ptx.sync import (
     thread_index,
     wait_for_previous_kernel,
 )
-from dsuf.kernels.stream import fetch, fp8_chunk, fp8_chunk_bf16, scale_stride, shared_stride, stage_rows, stage_words
+from dsuf.kernels.stream import (
+    clear_words,
+    fetch,
+    fp8_chunk,
+    fp8_chunk_bf16,
+    scale_stride,
+    shared_stride,
+    stage_rows,
+    stage_words,
+)
 
 STAGED = 132 * 1024  # activations up to this size are copied to shared memory, larger ones are read through L1
 
 
-def make(*, n: int, k: int, rows: int, kind: str, groups: int, warps: int, team: int, stages: int, blocks: int) -> Kernel:
+def make(
+    *, n: int, k: int, rows: int, kind: str, groups: int, warps: int, team: int, stages: int, blocks: int
+) -> Kernel:  # fmt: skip
     """rows a multiple of 8 up to 48; kind "q8" or "bf16"; blocks a multiple of groups; warps a multiple of team."""
     SIZE, WIDTH = fp8_chunk_bytes(k), chunk_width(k)
     CHUNKS, GROUPS32, TILES, COLUMNS = k // WIDTH, WIDTH // 32, n // 16, rows // 8
@@ -56,7 +68,7 @@ def make(*, n: int, k: int, rows: int, kind: str, groups: int, warps: int, team:
     XPITCH, NOUT = groups * k * XBYTES, groups * n
 
     @kernel(threads=THREADS, grid=(blocks,), shared=SHARED, name=f"project_{kind}_{groups}x{n}x{k}_r{rows}")
-    def project(w: s64, x: s64, sx: s64, y: s64) -> None:
+    def project(w: s64, x: s64, sx: s64, y: s64, live: s32) -> None:
         tid = int32(thread_index())
         lane = int32(tid & 31)
         warp = int32(tid >> 5)
@@ -82,18 +94,19 @@ def make(*, n: int, k: int, rows: int, kind: str, groups: int, warps: int, team:
         ahead = tile  # tile and chunk that are fetched next
         chunk = part
         for s in unroll(stages):
-            if ahead < TILES:
-                if lane == 0:
-                    fetch(ring, bar, s, SIZE, weights + (int64(ahead) * CHUNKS + chunk) * SIZE, policy)
+            if ahead < TILES and lane == 0:
+                fetch(ring, bar, s, SIZE, weights + (int64(ahead) * CHUNKS + chunk) * SIZE, policy)
             chunk = int32(chunk + team)
             if chunk >= CHUNKS:
                 chunk = part
                 ahead = int32(ahead + STEP)
         wait_for_previous_kernel()
         if STAGE_X:
-            stage_rows(sm, x + int64(group) * (k * XBYTES), rows, k * XBYTES, XPITCH, XSTRIDE, tid, THREADS)
+            stage_rows(sm, x + int64(group) * (k * XBYTES), live, k * XBYTES, XPITCH, XSTRIDE, tid, THREADS)
+            clear_words(int32(sm + live * XSTRIDE), int32(sm + rows * XSTRIDE), tid, THREADS)
         if not BF16:
-            stage_words(sm + AT_S, sx, rows * SSTRIDE, tid, THREADS)
+            stage_words(sm + AT_S, sx, live * SSTRIDE, tid, THREADS)
+            clear_words(int32(sm + AT_S + live * SSTRIDE), int32(sm + AT_S + rows * SSTRIDE), tid, THREADS)
         sync_threads()
         scales = uint32(sm + AT_S + 2 * t * SSTRIDE)
         stage = int32(0)
@@ -115,9 +128,8 @@ def make(*, n: int, k: int, rows: int, kind: str, groups: int, warps: int, team:
                     fp8_chunk(acc, at, COLUMNS, GROUPS32, lane, xa, 8 * (XSTRIDE if STAGE_X else XPITCH),
                               uint32(scales + c * GROUPS32), SSTRIDE, 8 * SSTRIDE, STAGE_X)  # fmt: skip
                 sync_warp()
-                if ahead < TILES:
-                    if lane == 0:
-                        fetch(ring, bar, stage, SIZE, weights + (int64(ahead) * CHUNKS + chunk) * SIZE, policy)
+                if ahead < TILES and lane == 0:
+                    fetch(ring, bar, stage, SIZE, weights + (int64(ahead) * CHUNKS + chunk) * SIZE, policy)
                 chunk = int32(chunk + team)
                 if chunk >= CHUNKS:
                     chunk = part

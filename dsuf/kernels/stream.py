@@ -1,4 +1,4 @@
-"""The inner loops of the decode products: a warp's ring of weight chunks, and the product of a chunk with up to 48 rows.
+"""The inner loops of the decode products: a warp's ring of weight chunks, and a chunk times up to 48 rows.
 
 A warp computes 16 rows of W at a time against 8 activation rows a tensor core column tile. Per group of 32 columns
 
@@ -8,9 +8,9 @@ with exact products of codes, one float32 sum per group, then one multiplication
 official kernels (reference model.md 3.0). Columns do not know of each other, so a row's bits never depend on the rows
 beside it. The tuple acc[c] holds (row g of W, row 2t of column tile c of x), (g, 2t+1), (g+8, 2t), (g+8, 2t+1).
 
-Activations arrive quantised, codes e4m3 [rows, K] in natural order and scales ue8m0 [rows, scale_stride(K)]; buffers hold
-whole tiles of 8 rows, and what stands in unused rows comes out in unused rows. These are `@inline` helpers for kernels; layouts of chunks are in pack.py. Every warp feeds its own ring (measured: ahead
-of a producer warp for the block, and two stages ahead of deeper rings, on sm_90a).
+Activations arrive quantised, codes e4m3 [rows, K] in natural order and scales ue8m0 [rows, scale_stride(K)]. These are
+`@inline` helpers for kernels; layouts of chunks are in pack.py. Every warp feeds its own ring (measured on sm_90a: ahead
+of a producer warp for the block, and two stages ahead of deeper rings).
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from dsuf.kernels.lang import inline, int32, int64, regs, uint32, unroll
 from dsuf.kernels.ptx.convert import add_scaled, e4m3x4_bf16, e4m3x4_f16, ue8m0
 from dsuf.kernels.ptx.copy import bulk_load_hint, mbarrier_expect
 from dsuf.kernels.ptx.memory import (
+    ldg_u32,
     ldg_u32x2,
     ldg_u32x4,
     lds_u16,
     lds_u32,
     lds_u32x2,
     lds_u32x4,
-    sts_u32x2,
+    sts_u32,
     sts_u32x4,
 )
 from dsuf.kernels.ptx.mma import mma_bf16, mma_e4m3, mma_f16
@@ -54,10 +55,10 @@ def fetch(ring: Any, bar: Any, stage: Any, size: Any, source: Any, policy: Any) 
 
 @inline
 def stage_rows(
-    target: Any, source: Any, rows: Any, width: Any, pitch: Any, stride: Any, tid: Any, threads: Any
+    target: Any, source: Any, live: Any, width: Any, pitch: Any, stride: Any, tid: Any, threads: Any
 ) -> None:  # fmt: skip
-    """Copy [rows, width bytes], `pitch` bytes apart, to shared memory, `stride` bytes apart; width a multiple of 16."""
-    for i in range(tid, rows * (width // 16), threads):
+    """Copy [live rows, width bytes], `pitch` bytes apart, to shared memory, `stride` bytes apart; width in 16 bytes."""
+    for i in range(tid, live * (width // 16), threads):
         r = int32(i // (width // 16))
         c = int32(i - r * (width // 16))
         sts_u32x4(uint32(target + r * stride + c * 16), ldg_u32x4(source + (int64(r) * pitch + c * 16)))
@@ -65,9 +66,16 @@ def stage_rows(
 
 @inline
 def stage_words(target: Any, source: Any, size: Any, tid: Any, threads: Any) -> None:
-    """Copy `size` bytes, a multiple of 8, as they are."""
-    for i in range(tid, size // 8, threads):
-        sts_u32x2(uint32(target + i * 8), ldg_u32x2(source + int64(i) * 8))
+    """Copy `size` bytes, a multiple of 4, as they are."""
+    for i in range(tid, size // 4, threads):
+        sts_u32(uint32(target + i * 4), ldg_u32(source + int64(i) * 4))
+
+
+@inline
+def clear_words(first: Any, end: Any, tid: Any, threads: Any) -> None:
+    """Zero shared memory from `first` to `end`, multiples of 4."""
+    for i in range(first + tid * 4, end, threads * 4):
+        sts_u32(uint32(i), uint32(0))
 
 
 @inline
@@ -102,10 +110,8 @@ def fp8_chunk(
         w = ue8m0[q % 4](f[q // 4])
         for c in unroll(tiles):
             b = regs(2)
-            if staged:
-                b = lds_u32x2(uint32(x + (c * x_step + q * 32)))
-            else:
-                b = ldg_u32x2(x + (c * x_step + q * 32))
+            at_x = x + (c * x_step + q * 32)
+            b = lds_u32x2(uint32(at_x)) if staged else ldg_u32x2(at_x)
             p = mma_e4m3(a, b, (0.0, 0.0, 0.0, 0.0))
             x0 = ue8m0[q % 4](s0[2 * c + q // 4])
             acc[c] = add_scaled(acc[c], p, w, w, x0, ue8m0[q % 4](s1[2 * c + q // 4]))
@@ -126,10 +132,8 @@ def fp8_chunk_bf16(
         w = ue8m0[q % 4](f[q // 4])
         for c in unroll(tiles):
             b = regs(4)
-            if staged:
-                b = lds_u32x4(uint32(x + (c * x_step + q * 64)))
-            else:
-                b = ldg_u32x4(x + (c * x_step + q * 64))
+            at_x = x + (c * x_step + q * 64)
+            b = lds_u32x4(uint32(at_x)) if staged else ldg_u32x4(at_x)
             p = mma_bf16((top0[0], low0[0], top0[1], low0[1]), (b[0], b[1]), (0.0, 0.0, 0.0, 0.0))
             p = mma_bf16((top1[0], low1[0], top1[1], low1[1]), (b[2], b[3]), p)
             acc[c] = add_scaled(acc[c], p, w, w, 1.0, 1.0)
@@ -163,10 +167,7 @@ def fp4_chunk(
             for i in unroll(count):
                 a[4 * i : 4 * i + 4] = lds_u32x4(uint32(at + i * size + q * 256 + lane * 16))
         w = regs(2)
-        if staged:
-            w = lds_u32x2(uint32(x + q * 32))
-        else:
-            w = ldg_u32x2(x + q * 32)
+        w = lds_u32x2(uint32(x + q * 32)) if staged else ldg_u32x2(x + q * 32)
         b0 = e4m3x4_f16(w[0])
         b1 = e4m3x4_f16(w[1])
         x0 = ue8m0[q % 4](u0[q // 4])

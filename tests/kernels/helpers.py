@@ -30,7 +30,7 @@ def fp4_weight(rng: np.random.Generator, n: int, k: int) -> tuple[np.ndarray, np
 
 
 def q8_rows(x: np.ndarray, tile: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """x [rows, k] -> codes [tile, k], scales [tile, stride] with poisoned unused rows, and the values float64 [rows, k]."""
+    """x [rows, k] -> codes [tile, k], scales [tile, stride], unused rows poisoned, and the values float64 [rows, k]."""
     rows, k = x.shape
     codes, scales = np.full((tile, k), 0x7F, np.uint8), np.full((tile, scale_stride(k)), 0xFF, np.uint8)
     codes[:rows], scales[:rows, : k // 32] = qdq.q8_encode(x)

@@ -16,7 +16,7 @@ def run_q8(rng, n, k, rows, tile, **shape):
     codes, scales, x = q8_rows(rng.standard_normal((rows, k)), tile)
     y = np.full((tile, n), 0x7FC0, np.uint16)
     kernel = project.make(n=n, k=k, rows=tile, kind="q8", groups=1, **shape)
-    execute(kernel, [pack.pack_fp8(*weight), codes, scales, y])
+    execute(kernel, [pack.pack_fp8(*weight), codes, scales, y, rows])
     return values(y[:rows]), product(x, formats.dequantise_fp8_blocks(*weight).astype(np.float64).T), y
 
 
@@ -38,7 +38,7 @@ def test_a_row_is_the_same_bits_whatever_runs_beside_it():
         codes, scales, _ = q8_rows(x[:rows], tile)
         y = np.zeros((tile, n), np.uint16)
         kernel = project.make(n=n, k=k, rows=tile, kind="q8", groups=1, warps=4, team=4, stages=2, blocks=1)
-        execute(kernel, [weight, codes, scales, y])
+        execute(kernel, [weight, codes, scales, y, rows])
         got[rows] = y
     for rows in (1, 6, 16):
         assert np.array_equal(got[rows][:rows], got[48][:rows])
@@ -53,7 +53,7 @@ def test_grouped_rows_in_bf16(rows: int):
     x[rows:] = 0x7FC0  # unused rows hold NaN
     y = np.full((8, groups * n), 0x7FC0, np.uint16)
     kernel = project.make(n=n, k=k, rows=8, kind="bf16", groups=groups, warps=2, team=1, stages=3, blocks=4)
-    execute(kernel, [pack.pack_fp8(codes, scales), x, 0, y])
+    execute(kernel, [pack.pack_fp8(codes, scales), x, 0, y, rows])
     weight = formats.dequantise_fp8_blocks(codes, scales).astype(np.float64).reshape(groups, n, k)
     expected = grouped_product(values(x[:rows]), weight.transpose(0, 2, 1))
     assert_near(values(y[:rows]), expected, BF16_STEP, 1e-4)

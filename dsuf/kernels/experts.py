@@ -1,0 +1,344 @@
+"""Routed FP4 experts of a decode step, all experts of a layer in one launch, without the host knowing the routing.
+
+    plan      (experts of each row) -> groups of up to 8 pairs that share an expert
+    gate_up   h = silu(min(w1 x, limit)) clamp(w3 x, -limit, limit) w_e, quantised in groups of 32 channels
+    down      y = w2 h, one row of bf16 for each (row, chosen expert) pair
+
+A pair is row * k + slot. x: codes e4m3 [rows, D], scales ue8m0 [rows, scale_stride(D)]. h: codes e4m3 [pairs, I],
+scales ue8m0 [pairs, scale_stride(I)]. y bf16 [pairs, D]; whoever reads it adds a row's slots in ascending order, the
+shared expert last. The routing weight enters before the quantisation of h.
+
+Weights: w13 is pack.interleave(pack_fp4(w1), pack_fp4(w3), 2), w2 is pack_fp4; experts one after the other.
+Reference: dsuf.ops.expert.experts_sum (its parts before they are summed). Bytes: for each expert that a row chose
+3 I D / 2 of codes and 3 I D / 32 of scales; operations 6 I D a pair.
+
+plan int32: [0] = number of groups, then from PLAN_HEAD on records of PLAN_RECORD: expert, pairs in it, its pairs.
+Groups ascend by expert, pairs inside a group by number; a pair whose expert is negative (inactive row) is left out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dsuf.kernels.lang import Kernel, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
+from dsuf.kernels.pack import chunk_width, fp4_chunk_bytes
+from dsuf.kernels.ptx.convert import (
+    bf16x2,
+    e4m3x2,
+    exp2_approx,
+    fabs,
+    fmax,
+    fmin,
+    fp4x8_f16_bits,
+    fp4x8_f16_cvt,
+    rcp_approx,
+    round_bf16,
+)
+from dsuf.kernels.ptx.copy import fence_async, mbarrier_init, mbarrier_wait, policy_evict_first
+from dsuf.kernels.ptx.memory import (
+    ldg_f32,
+    ldg_u32,
+    lds_u32,
+    shared_base,
+    stg_u8,
+    stg_u16,
+    stg_u32,
+    sts_u32,
+)
+from dsuf.kernels.ptx.op import BLACKWELL
+from dsuf.kernels.ptx.sync import (
+    block_index,
+    let_next_kernel_start,
+    sync_threads,
+    sync_warp,
+    thread_index,
+    wait_for_previous_kernel,
+)
+from dsuf.kernels.quantise import inverse_scale, max_over, q8_exponent
+from dsuf.kernels.stream import (
+    FP4_BIAS,
+    fetch,
+    fp4_chunk,
+    scale_stride,
+    shared_stride,
+    stage_rows,
+    stage_words,
+)
+
+PLAN_HEAD, PLAN_RECORD = 4, 12  # int32s
+GROUP_PAIRS = 8
+LOG2_E = 1.4426950408889634
+STAGED = 132 * 1024
+QUAD_ROWS = (4, 8, 16)  # lanes that hold the same columns
+
+
+def plan_bytes(pairs: int) -> int:
+    """Size of a plan buffer."""
+    return 4 * (PLAN_HEAD + PLAN_RECORD * pairs)
+
+
+def make_plan(*, pairs: int) -> Kernel:
+    """One block, a thread a pair (up to 1024): ranks by counting, so the plan depends on the routing alone."""
+    threads = -(-pairs // 32) * 32
+    leads = threads * 4
+
+    @kernel(threads=threads, shared=2 * leads, name=f"experts_plan_{pairs}")
+    def plan(experts: s64, out: s64, live: s32) -> None:
+        tid = int32(thread_index())
+        sm = shared_base()
+        wait_for_previous_kernel()
+        mine = int32(-1)
+        if tid < live:
+            mine = int32(ldg_u32(experts + int64(tid) * 4))
+        sts_u32(uint32(sm + tid * 4), uint32(mine))
+        sync_threads()
+        rank = int32(0)
+        count = int32(0)
+        for q in range(live):
+            same = int32(1 if int32(lds_u32(uint32(sm + q * 4))) == mine else 0)
+            count = int32(count + same)
+            rank = int32(rank + (same if q < tid else 0))
+        leader = int32(1 if mine >= 0 and (rank & (GROUP_PAIRS - 1)) == 0 else 0)
+        sts_u32(uint32(sm + leads + tid * 4), uint32(leader))
+        sync_threads()
+        group = int32(-1)  # leaders up to and including my own group's
+        total = int32(0)
+        for q in range(live):
+            lead = int32(lds_u32(uint32(sm + leads + q * 4)))
+            other = int32(lds_u32(uint32(sm + q * 4)))
+            before = int32(1 if other < mine or (other == mine and q <= tid) else 0)
+            group = int32(group + lead * before)
+            total = int32(total + lead)
+        if mine >= 0:
+            record = out + (PLAN_HEAD + int64(group) * PLAN_RECORD) * 4
+            place = int32(rank & (GROUP_PAIRS - 1))
+            stg_u32(record + (2 + int64(place)) * 4, uint32(tid))
+            if leader == 1:
+                stg_u32(record, uint32(mine))
+                stg_u32(record + 4, uint32(min(count - rank, GROUP_PAIRS)))
+        if tid == 0:
+            stg_u32(out, uint32(total))
+        let_next_kernel_start()
+
+    return plan
+
+
+@inline
+def ask(
+    ring: Any, bar: Any, stage: Any, size: Any, w: Any, records: Any, item: Any, chunk: Any, items: Any, chunks: Any,
+    policy: Any,
+) -> None:  # fmt: skip
+    """Fetch a chunk of an item: its expert is that of its group's record."""
+    expert = int64(int32(lds_u32(uint32(records + item // items * (PLAN_RECORD * 4)))))
+    fetch(ring, bar, stage, size, w + ((expert * items + item % items) * chunks + chunk) * size, policy)
+
+
+@inline
+def following(item: Any, chunk: Any, step: Any, chunks: Any) -> Any:
+    """The item and chunk that a warp needs after these."""
+    done = int32(1 if chunk == chunks - 1 else 0)
+    return int32(item + done * step), int32(0 if done == 1 else chunk + 1)
+
+
+@inline
+def silu(x: Any) -> Any:
+    """x / (1 + e^-x)."""
+    return x * rcp_approx(1.0 + exp2_approx(x * -LOG2_E))
+
+
+def make_gate_up(
+    *, d: int, i: int, topk: int, rows: int, limit: float, chip: str, most: int, warps: int, stages: int, blocks: int
+) -> Kernel:
+    """A warp makes 32 finished channels of one group: 2 gate and 2 up tiles, chunk by chunk from its own ring."""
+    WIDTH, SIZE = chunk_width(d, most), fp4_chunk_bytes(d, most)
+    STAGE = 4 * SIZE
+    CHUNKS, GROUPS32, ITEMS = d // WIDTH, WIDTH // 32, i // 32
+    XSTRIDE, SSTRIDE, HSTRIDE = shared_stride(d), scale_stride(d), scale_stride(i)
+    STAGE_X = rows * XSTRIDE <= STAGED
+    AT_S = rows * XSTRIDE if STAGE_X else 0
+    AT_PLAN = AT_S + rows * SSTRIDE
+    AT_RING = -(-(AT_PLAN + plan_bytes(rows * topk)) // 16) * 16
+    AT_BAR = AT_RING + warps * stages * STAGE
+    THREADS = warps * 32
+    STEP = blocks * warps
+    expand, BIAS = (fp4x8_f16_cvt, 1.0) if chip in BLACKWELL else (fp4x8_f16_bits, FP4_BIAS)
+
+    @kernel(
+        threads=THREADS, grid=(blocks,), shared=AT_BAR + warps * stages * 8, name=f"experts_gate_up_{d}x{i}_r{rows}"
+    )
+    def gate_up(w: s64, x: s64, sx: s64, plan: s64, weights: s64, h: s64, sh: s64, live: s32) -> None:
+        tid = int32(thread_index())
+        lane = int32(tid & 31)
+        warp = int32(tid >> 5)
+        g = int32(lane >> 2)
+        t = int32(lane & 3)
+        sm = shared_base()
+        bar = uint32(sm + AT_BAR + warp * (stages * 8))
+        ring = uint32(sm + AT_RING + warp * (stages * STAGE))
+        if lane == 0:
+            for s in unroll(stages):
+                mbarrier_init(uint32(bar + 8 * s), uint32(1))
+            fence_async()
+        policy = policy_evict_first()
+        let_next_kernel_start()
+        wait_for_previous_kernel()
+        groups = int32(ldg_u32(plan))
+        stage_words(sm + AT_PLAN, plan, (PLAN_HEAD + groups * PLAN_RECORD) * 4, tid, THREADS)
+        stage_words(sm + AT_S, sx, live * SSTRIDE, tid, THREADS)
+        sync_threads()
+        records = uint32(sm + AT_PLAN + PLAN_HEAD * 4)
+        # consecutive warps take consecutive items: neighbours in memory are read at the same time
+        item = int32(warp * blocks + block_index())
+        last = int32(groups * ITEMS)
+        ahead = item
+        chunk = int32(0)
+        for s in unroll(stages):
+            if ahead < last and lane == 0:
+                ask(ring, bar, s, STAGE, w, records, ahead, chunk, ITEMS, CHUNKS, policy)
+            ahead, chunk = following(ahead, chunk, STEP, CHUNKS)
+        if STAGE_X:
+            stage_rows(sm, x, live, d, d, XSTRIDE, tid, THREADS)
+            sync_threads()
+        stage = int32(0)
+        phase = int32(0)
+        while item < last:
+            record = uint32(records + item // ITEMS * (PLAN_RECORD * 4))
+            count = int32(lds_u32(uint32(record + 4)))
+            pair_x = int32(lds_u32(uint32(record + 8 + (g if g < count else 0) * 4)))
+            pair0 = int32(lds_u32(uint32(record + 8 + (2 * t if 2 * t < count else 0) * 4)))
+            pair1 = int32(lds_u32(uint32(record + 8 + (2 * t + 1 if 2 * t + 1 < count else 0) * 4)))
+            s0 = uint32(sm + AT_S + pair0 // topk * SSTRIDE)
+            s1 = uint32(sm + AT_S + pair1 // topk * SSTRIDE)
+            row = int64(pair_x // topk)
+            xa = int64(sm + row * XSTRIDE + t * 8) if STAGE_X else x + (row * d + t * 8)
+            acc = regs(4, (0.0, 0.0, 0.0, 0.0))
+            c = int32(0)
+            while c < CHUNKS:
+                mbarrier_wait(uint32(bar + 8 * stage), uint32(phase))
+                fp4_chunk(acc, 0, 4, uint32(ring + stage * STAGE), SIZE, GROUPS32, lane, expand, xa + c * WIDTH,
+                          uint32(s0 + c * GROUPS32), uint32(s1 + c * GROUPS32), STAGE_X)  # fmt: skip
+                sync_warp()
+                if ahead < last and lane == 0:
+                    ask(ring, bar, stage, STAGE, w, records, ahead, chunk, ITEMS, CHUNKS, policy)
+                ahead, chunk = following(ahead, chunk, STEP, CHUNKS)
+                stage = int32(stage + 1)
+                if stage == stages:
+                    stage = int32(0)
+                    phase = int32(phase ^ 1)
+                c = int32(c + 1)
+            f0 = ldg_f32(weights + int64(pair0) * 4)
+            f1 = ldg_f32(weights + int64(pair1) * 4)
+            v = regs(8)  # channels g, g+8, g+16, g+24 of column 2t, then of column 2t+1
+            for j in unroll(2):
+                for r in unroll(2):
+                    for column in unroll(2):
+                        gate = fmin(round_bf16(acc[j][2 * r + column] * BIAS), limit)
+                        up = fmax(fmin(round_bf16(acc[2 + j][2 * r + column] * BIAS), limit), -limit)
+                        a = silu(gate)
+                        v[4 * column + 2 * j + r] = round_bf16(a * up * (f0 if column == 0 else f1))
+            channel = int32(item % ITEMS)
+            for column in unroll(2):
+                amax = fmax(
+                    fmax(fabs(v[4 * column]), fabs(v[4 * column + 1])),
+                    fmax(fabs(v[4 * column + 2]), fabs(v[4 * column + 3])),
+                )
+                amax = max_over(amax, QUAD_ROWS)
+                e = q8_exponent(amax)
+                f = inverse_scale(e)
+                if 2 * t + column < count:
+                    pair = pair0 if column == 0 else pair1
+                    to = h + (int64(pair) * i + channel * 32 + g)
+                    for j in unroll(4):
+                        stg_u8(to + 8 * j, e4m3x2(0.0, v[4 * column + j] * f))
+                    if g == 0:
+                        stg_u8(sh + (int64(pair) * HSTRIDE + channel), e)
+            item = int32(item + STEP)
+
+    return gate_up
+
+
+def make_down(
+    *, d: int, i: int, topk: int, rows: int, chip: str, warps: int, stages: int, blocks: int
+) -> Kernel:  # fmt: skip
+    """A warp makes 16 outputs of one group."""
+    WIDTH, SIZE = chunk_width(i), fp4_chunk_bytes(i)
+    CHUNKS, GROUPS32, ITEMS, PAIRS = i // WIDTH, WIDTH // 32, d // 16, rows * topk
+    XSTRIDE, SSTRIDE = shared_stride(i), scale_stride(i)
+    STAGE_X = PAIRS * XSTRIDE <= STAGED
+    AT_S = PAIRS * XSTRIDE if STAGE_X else 0
+    AT_PLAN = AT_S + PAIRS * SSTRIDE
+    AT_RING = -(-(AT_PLAN + plan_bytes(PAIRS)) // 16) * 16
+    AT_BAR = AT_RING + warps * stages * SIZE
+    THREADS = warps * 32
+    STEP = blocks * warps
+    expand, BIAS = (fp4x8_f16_cvt, 1.0) if chip in BLACKWELL else (fp4x8_f16_bits, FP4_BIAS)
+
+    @kernel(threads=THREADS, grid=(blocks,), shared=AT_BAR + warps * stages * 8, name=f"experts_down_{d}x{i}_r{rows}")
+    def down(w: s64, h: s64, sh: s64, plan: s64, y: s64, live: s32) -> None:
+        tid = int32(thread_index())
+        lane = int32(tid & 31)
+        warp = int32(tid >> 5)
+        g = int32(lane >> 2)
+        t = int32(lane & 3)
+        sm = shared_base()
+        bar = uint32(sm + AT_BAR + warp * (stages * 8))
+        ring = uint32(sm + AT_RING + warp * (stages * SIZE))
+        if lane == 0:
+            for s in unroll(stages):
+                mbarrier_init(uint32(bar + 8 * s), uint32(1))
+            fence_async()
+        policy = policy_evict_first()
+        let_next_kernel_start()
+        wait_for_previous_kernel()
+        groups = int32(ldg_u32(plan))
+        stage_words(sm + AT_PLAN, plan, (PLAN_HEAD + groups * PLAN_RECORD) * 4, tid, THREADS)
+        sync_threads()
+        records = uint32(sm + AT_PLAN + PLAN_HEAD * 4)
+        item = int32(warp * blocks + block_index())
+        last = int32(groups * ITEMS)
+        ahead = item
+        chunk = int32(0)
+        for s in unroll(stages):
+            if ahead < last and lane == 0:
+                ask(ring, bar, s, SIZE, w, records, ahead, chunk, ITEMS, CHUNKS, policy)
+            ahead, chunk = following(ahead, chunk, STEP, CHUNKS)
+        stage_words(sm + AT_S, sh, live * (topk * SSTRIDE), tid, THREADS)
+        if STAGE_X:
+            stage_rows(sm, h, live * topk, i, i, XSTRIDE, tid, THREADS)
+        sync_threads()
+        stage = int32(0)
+        phase = int32(0)
+        while item < last:
+            record = uint32(records + item // ITEMS * (PLAN_RECORD * 4))
+            count = int32(lds_u32(uint32(record + 4)))
+            pair_x = int32(lds_u32(uint32(record + 8 + (g if g < count else 0) * 4)))
+            pair0 = int32(lds_u32(uint32(record + 8 + (2 * t if 2 * t < count else 0) * 4)))
+            pair1 = int32(lds_u32(uint32(record + 8 + (2 * t + 1 if 2 * t + 1 < count else 0) * 4)))
+            s0 = uint32(sm + AT_S + pair0 * SSTRIDE)
+            s1 = uint32(sm + AT_S + pair1 * SSTRIDE)
+            xa = int64(sm + pair_x * XSTRIDE + t * 8) if STAGE_X else h + (int64(pair_x) * i + t * 8)
+            acc = regs(1, (0.0, 0.0, 0.0, 0.0))
+            c = int32(0)
+            while c < CHUNKS:
+                mbarrier_wait(uint32(bar + 8 * stage), uint32(phase))
+                fp4_chunk(acc, 0, 1, uint32(ring + stage * SIZE), SIZE, GROUPS32, lane, expand, xa + c * WIDTH,
+                          uint32(s0 + c * GROUPS32), uint32(s1 + c * GROUPS32), STAGE_X)  # fmt: skip
+                sync_warp()
+                if ahead < last and lane == 0:
+                    ask(ring, bar, stage, SIZE, w, records, ahead, chunk, ITEMS, CHUNKS, policy)
+                ahead, chunk = following(ahead, chunk, STEP, CHUNKS)
+                stage = int32(stage + 1)
+                if stage == stages:
+                    stage = int32(0)
+                    phase = int32(phase ^ 1)
+                c = int32(c + 1)
+            n = int32(item % ITEMS * 16 + g)
+            for column in unroll(2):
+                if 2 * t + column < count:
+                    to = y + (int64(pair0 if column == 0 else pair1) * d + n) * 2
+                    for r in unroll(2):
+                        v = acc[0][2 * r + column] * BIAS
+                        stg_u16(to + 16 * r, bf16x2(v, v))
+            item = int32(item + STEP)
+
+    return down

@@ -1,0 +1,59 @@
+"""Quantisation points inside kernels: the power-of-two scale of a group and its codes, bit for bit those of ops/qdq.py.
+
+    q8   e = exponent byte of 2^ceil(log2(max(amax, 1e-4) * f32(1/448))),  code = e4m3(x * 2^(127 - e))
+    q4p  the same with 6 * 2^-126 and f32(1/6),                            code = e2m1(...)
+    q4e  s = e4m3(max(amax, 6 * 2^-9) / 6),                                code = e2m1(clamp(x / s, +-6))
+
+Scaling by a power of two is exact, so codes depend on x alone. Reference: dsuf.ops.qdq.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from dsuf.kernels.lang import inline, uint32, unroll
+from dsuf.kernels.ptx.convert import as_bits, as_float, fmax
+from dsuf.kernels.ptx.sync import shuffle_xor_f32
+
+INVERSE_448 = float(np.float32(1 / 448))
+INVERSE_6 = float(np.float32(1 / 6))
+SMALLEST_Q8 = float(np.float32(1e-4))
+SMALLEST_Q4P = float(np.float32(6 * 2.0**-126))
+
+
+@inline
+def q8_exponent(amax: Any) -> Any:
+    """Exponent byte of the scale of a group with this largest magnitude."""
+    return uint32((as_bits(fmax(amax, SMALLEST_Q8) * INVERSE_448) + 0x7FFFFF) >> 23)
+
+
+@inline
+def q4p_exponent(amax: Any) -> Any:
+    """The same for index keys and queries."""
+    return uint32((as_bits(fmax(amax, SMALLEST_Q4P) * INVERSE_6) + 0x7FFFFF) >> 23)
+
+
+@inline
+def inverse_scale(exponent: Any) -> Any:
+    """2^(127 - e), exact."""
+    return as_float(uint32((254 - exponent) << 23))
+
+
+@inline
+def max_over(value: Any, masks: Any) -> Any:
+    """Largest value over the lanes that the exclusive-or masks connect, e.g. (4, 8, 16)."""
+    v = value
+    for i in unroll(len(masks)):
+        v = fmax(v, shuffle_xor_f32(v, uint32(masks[i])))
+    return v
+
+
+@inline
+def sum_over(value: Any, masks: Any) -> Any:
+    """Sum over the same lanes, in the same order on each of them."""
+    v = value
+    for i in unroll(len(masks)):
+        v = v + shuffle_xor_f32(v, uint32(masks[i]))
+    return v
