@@ -26,7 +26,7 @@ from dsuf.text.prompt import ChatText
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 16.0  # before a restart; doubled each time
 RESTARTS, WITHIN_S = 5, 600.0
-STOP_WITHIN_S = 5.0
+HANG_UP_S, STOP_WITHIN_S = 1.0, 5.0  # to end by itself after the pipe closed; after each signal
 
 
 class EngineProcess:
@@ -85,11 +85,12 @@ class EngineProcess:
         """End it: it stops by itself when the pipe is closed, else by SIGTERM, else by SIGKILL."""
         if self._process is None:
             return
-        for end in (lambda: None, self._process.terminate, self._process.kill):
-            end()
-            self._process.join(STOP_WITHIN_S)
+        self._process.join(HANG_UP_S)
+        for end in (self._process.terminate, self._process.kill):
             if self._process.exitcode is not None:
                 return
+            end()
+            self._process.join(STOP_WITHIN_S)
 
 
 def serve_with_engine(
