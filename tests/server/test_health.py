@@ -41,6 +41,12 @@ def test_an_engine_that_cannot_load_ends_the_server_with_its_error():
     assert "shard 3 is truncated" in str(server.result)
 
 
+def test_a_server_can_be_stopped_while_it_starts():
+    with running_server(says("x"), engine_ready=False) as server:
+        assert httpx.get(server.url + "/readyz").status_code == 503
+    assert server.result == 0 and not server.log("engine_gone")
+
+
 def test_version():
     with running_server(says("x")) as server:
         assert set(httpx.get(server.url + "/version").json()) == {"version"}
