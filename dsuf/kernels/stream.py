@@ -9,8 +9,8 @@ official kernels (reference model.md 3.0). Columns do not know of each other, so
 beside it. The tuple acc[c] holds (row g of W, row 2t of column tile c of x), (g, 2t+1), (g+8, 2t), (g+8, 2t+1).
 
 Activations arrive quantised, codes e4m3 [rows, K] in natural order and scales ue8m0 [rows, scale_stride(K)]. These are
-`@inline` helpers for kernels; layouts of chunks are in pack.py. Every warp feeds its own ring (measured on sm_90a: ahead
-of a producer warp for the block, and two stages ahead of deeper rings).
+`@inline` helpers for kernels; layouts of chunks are in pack.py. Every warp feeds its own ring (measured on sm_90a:
+ahead of a producer warp for the block, and two stages ahead of deeper rings).
 """
 
 from __future__ import annotations

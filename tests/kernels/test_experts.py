@@ -1,4 +1,4 @@
-"""FP4 experts on the interpreter against ops/expert.py in float64: empty, shared and crowded experts, poisoned neighbours."""
+"""FP4 experts on the interpreter against ops/expert.py in float64: empty, shared and crowded experts, inactive rows."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dsuf.ops import qdq
 from dsuf.ops.expert import swiglu
 from tests.kernels.helpers import BF16_STEP, assert_near, execute, fp4_weight, q8_rows, values
 
-D, I, E, LIMIT = 128, 64, 5, 10.0
+WIDTH, INNER, EXPERTS, LIMIT = 128, 64, 5, 10.0
 
 
 class Layer:
     """Random experts, packed and dequantised."""
 
     def __init__(self, rng: np.random.Generator, d: int, i: int, chip: str, most: int = 256):
-        self.raw = [[fp4_weight(rng, *shape) for shape in ((i, d), (i, d), (d, i))] for _ in range(E)]
+        self.raw = [[fp4_weight(rng, *shape) for shape in ((i, d), (i, d), (d, i))] for _ in range(EXPERTS)]
         self.dense = [[formats.dequantise_fp4_rows(*w).astype(np.float64) for w in one] for one in self.raw]
         w13 = [
             pack.interleave(*(pack.pack_fp4(*w, chip, most) for w in one[:2]), 2) for one in self.raw
@@ -47,7 +47,7 @@ def expected_plan(chosen: np.ndarray) -> list[list[int]]:
 
 
 ROUTINGS = {
-    "spread": lambda rng, rows: np.sort(rng.permuted(np.tile(np.arange(E), (rows, 1)), axis=1)[:, :2], axis=1),
+    "spread": lambda rng, rows: np.sort(rng.permuted(np.tile(np.arange(EXPERTS), (rows, 1)), axis=1)[:, :2], axis=1),
     "crowded": lambda rng, rows: np.tile([[1, 4]], (rows, 1)),
 }
 
@@ -63,7 +63,7 @@ def test_the_plan_groups_pairs_by_expert(rows: int, routing: str):
     assert [r[: 2 + r[1]].tolist() for r in records[: len(expected)]] == expected
 
 
-def run_layer(layer: Layer, x: np.ndarray, chosen: np.ndarray, weights: np.ndarray, tile: int, chip: str, most: int = 256):
+def run_layer(layer: Layer, x, chosen, weights, tile: int, chip: str, most: int = 256):
     rows, topk = chosen.shape
     d, i = x.shape[1], layer.w2.shape[2] * pack.chunk_width(layer.dense[0][2].shape[1])
     codes, scales, exact = q8_rows(x, tile)
@@ -101,12 +101,12 @@ def check_layer(layer: Layer, exact, h, sh, y, chosen, weights) -> None:
 @pytest.mark.parametrize(("rows", "tile"), [(1, 8), (7, 8), (16, 16)])
 def test_experts_agree_with_the_op(chip: str, rows: int, tile: int):
     rng = np.random.default_rng(rows)
-    layer = Layer(rng, D, I, chip)
+    layer = Layer(rng, WIDTH, INNER, chip)
     chosen = ROUTINGS["spread"](rng, rows).astype(np.int32)
     if rows == 7:
         chosen[3] = -1
     weights = rng.uniform(0.1, 1.5, chosen.shape).astype(np.float32)
-    exact, *out = run_layer(layer, rng.standard_normal((rows, D)), chosen, weights, tile, chip)
+    exact, *out = run_layer(layer, rng.standard_normal((rows, WIDTH)), chosen, weights, tile, chip)
     check_layer(layer, exact, *out, chosen, weights)
 
 
@@ -121,8 +121,8 @@ def test_wider_experts_with_narrow_chunks():
 
 def test_a_row_is_the_same_bits_in_any_crowd():
     rng = np.random.default_rng(9)
-    layer = Layer(rng, D, I, "sm_90a")
-    x, weights = rng.standard_normal((16, D)), rng.uniform(0.1, 1.5, (16, 2)).astype(np.float32)
+    layer = Layer(rng, WIDTH, INNER, "sm_90a")
+    x, weights = rng.standard_normal((16, WIDTH)), rng.uniform(0.1, 1.5, (16, 2)).astype(np.float32)
     chosen = np.tile(np.array([[1, 3]], np.int32), (16, 1))
     chosen[2:] = np.where(rng.random((14, 1)) < 0.5, [[1, 3]], [[0, 1]])
     seen = {}
