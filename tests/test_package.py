@@ -87,3 +87,20 @@ def test_the_gpu_part_is_installed_on_linux_only_and_torch_never_by_default():
     gpu = [line for line in PROJECT["dependencies"] if line.startswith("numba-cuda")]
     assert [line.partition(";")[2].strip() for line in gpu] == ["sys_platform == 'linux'"]
     assert not [line for line in PROJECT["dependencies"] if line.startswith("torch")]
+
+
+def test_ci_runs_the_readmes_test_command():
+    readme, ci = (ROOT / "README.md").read_text(), (ROOT / ".ci" / "run").read_text()
+    assert "\npython3 -m venv .venv && .venv/bin/pip install . && .venv/bin/dsuf repro tetris\n" in readme
+    tests = "\npython3 -m venv .venv && .venv/bin/pip install '.[test]' && .venv/bin/pytest\n"
+    assert tests in readme
+    assert tests in ci
+
+
+def test_the_readme_names_every_command():
+    from dsuf.cli.app import app, bench
+
+    names = [f"dsuf {command.callback.__name__}" for command in app.registered_commands]
+    names += [f"dsuf bench {command.callback.__name__}" for command in bench.registered_commands]
+    readme = (ROOT / "README.md").read_text()
+    assert [name for name in names if name not in readme] == []

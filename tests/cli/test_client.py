@@ -1,4 +1,4 @@
-"""The timing client: the published definition, the unbiased one, the server's own counts, and servers that misbehave."""
+"""The timing client: the published definition, the unbiased one, the server's counts, servers that misbehave."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_a_threshold_on_no_metric_is_a_usage_error():
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'{"schema": "other"}'])
 def test_a_file_that_is_no_bench_object_is_refused(tmp_path, content):
     (tmp_path / "a.json").write_bytes(content)
-    with pytest.raises(ConfigError, match="is not a dsuf.bench/1 object"):
+    with pytest.raises(ConfigError, match=r"is not a dsuf\.bench/1 object"):
         read_result(tmp_path / "a.json")
 
 
