@@ -30,6 +30,12 @@ class Group:
         return x[self.offset : self.offset + self.count * self.length].unflatten(0, (self.count, self.length))
 
 
+def divide(x: Tensor, groups: tuple[Group, ...]) -> list[Tensor]:
+    """[N, ...] -> [B, T, ...] for every group; one concatenation in the backward pass."""
+    parts = x.split([group.count * group.length for group in groups])
+    return [part.unflatten(0, (group.count, group.length)) for part, group in zip(parts, groups, strict=True)]
+
+
 @dataclass
 class Pass:
     """What the layers of one forward pass share."""
@@ -118,7 +124,7 @@ class Indexer(nn.Module):
         """x [B, T, D], c [B, T, Q] -> index queries [B, T, heads, width] and head weights [B, T, heads]."""
         q = self.wq_b(c.detach()).unflatten(-1, (self.heads, self.width))
         w = self.weights_proj(x.detach()) * (self.width * self.heads) ** -0.5
-        return self._grid(rope(q, cos.unsqueeze(-2), sin.unsqueeze(-2))), w
+        return self._grid(rope(q, cos, sin)), w
 
     def _grid(self, x: Tensor) -> Tensor:
         return straight_through(x, quantise.q4p) if self.mode.activations else x
@@ -156,25 +162,25 @@ class Attention(nn.Module):
         cos, sin = shared.rotary[self.role.ratio]
         c, q = self.project_queries(x, cos, sin)
         k = self.window_keys(x, cos, sin)
+        parts = zip(*(divide(t, shared.groups) for t in (x, c, q, k, cos, sin)), strict=True)
         outputs = []
-        for number, group in enumerate(shared.groups):
-            take = group.take
+        for number, (gx, gc, gq, gk, gcos, gsin) in enumerate(parts):
             if self.role.ratio:
-                self._prepare(shared, number, take(x), take(c), take(cos), take(sin))
-            outputs.append(self._attend(shared, number, take(q), take(k)).flatten(0, 1))
+                self._prepare(shared, number, gx, gc, gcos, gsin)
+            outputs.append(self._attend(shared, number, gq, gk).flatten(0, 1))
         return self.project_output(torch.cat(outputs), cos, sin)
 
     def project_queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         c = self.q_norm(self.wq_a(x))
         q = self.wq_b(c).unflatten(-1, (self.heads, self.width))
-        return c, rope(q, cos.unsqueeze(-2), sin.unsqueeze(-2))
+        return c, rope(q, cos, sin)
 
     def window_keys(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         k = rope(self.kv_norm(self.wkv(x)), cos, sin)
         return straight_through(k, quantise.q8) if self.mode.activations else k
 
     def project_output(self, o: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        o = rope(o, cos.unsqueeze(-2), sin.unsqueeze(-2), inverse=True)
+        o = rope(o, cos, sin, inverse=True)
         o = o.flatten(-2).unflatten(-1, (self.spec.o_groups, -1))
         a = self.wo_a.value().unflatten(0, (self.spec.o_groups, -1))
         return self.wo_b(torch.einsum("zgi,gri->zgr", o, a).flatten(-2))
@@ -219,7 +225,7 @@ class Attention(nn.Module):
         newest = (visible.sum(-1).clamp(min=1) - 1) // size
         here = torch.arange(blocks.shape[-1], device=scores.device) == newest.unsqueeze(-1)
         best = _largest(blocks.masked_fill(here, torch.inf), keep)
-        return best.repeat_interleave(size, -1)[..., :n]
+        return best.unsqueeze(-1).expand(*best.shape, size).flatten(-2)[..., :n]
 
     def _attend(self, shared: Pass, number: int, q: Tensor, k: Tensor) -> Tensor:
         """q [B, T, H, d], window keys [B, T, d] -> [B, T, H, d]."""

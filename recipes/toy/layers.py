@@ -7,6 +7,7 @@ stacked into one parameter [experts, out, in].
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,7 @@ from recipes.toy import quantise
 from recipes.toy.quantise import Grid, straight_through
 
 TINY = 1e-20
+FASTER: dict[str, Callable[..., Tensor]] = {}  # GPU kernels that do the same, put here by fused.install
 
 
 @dataclass
@@ -76,7 +78,11 @@ class Norm(Weight):
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
-    """Rotate adjacent pairs of the last 2 * cos.shape[-1] values; cos and sin broadcast against x."""
+    """Rotate adjacent pairs of the last values of x [..., width] or [..., heads, width]; tables [..., rope / 2]."""
+    if "rope" in FASTER:
+        return FASTER["rope"](x, cos, sin, -1 if inverse else 1)
+    if x.dim() > cos.dim():
+        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     width = 2 * cos.shape[-1]
     kept, turned = x[..., :-width], x[..., -width:].unflatten(-1, (-1, 2))
     a, b = turned.unbind(-1)
@@ -103,7 +109,7 @@ def frequencies(spec: Spec, ratio: int) -> np.ndarray:
     return w / yarn.factor * t + w * (1 - t)
 
 
-class _Sinkhorn(torch.autograd.Function):
+class Sinkhorn(torch.autograd.Function):
     """Alternating column and row normalisation; the backward pass walks the divisions back from their sums."""
 
     @staticmethod
@@ -144,29 +150,22 @@ class Mixes(nn.Module):
         """-> pre [N, n], post [N, n], comb [N, n, n]."""
         n, x = self.n, streams.flatten(-2)
         m = F.linear(x, self.fn) * torch.rsqrt(x.square().mean(-1, keepdim=True) + TINY)
-        m = m * self.scale.repeat_interleave(_SPANS(n, m.device), output_size=m.shape[-1]) + self.base
-        pre = torch.sigmoid(m[..., :n]) + self.eps
-        post = 2 * torch.sigmoid(m[..., n : 2 * n])
-        c = torch.softmax(m[..., 2 * n :].unflatten(-1, (n, n)), -1) + self.eps
-        return pre, post, _Sinkhorn.apply(c, self.iterations, self.eps)
-
-
-_spans: dict[tuple[int, torch.device], Tensor] = {}
-
-
-def _SPANS(n: int, device: torch.device) -> Tensor:
-    if (n, device) not in _spans:
-        _spans[n, device] = torch.tensor([n, n, n * n], device=device)
-    return _spans[n, device]
+        scale = torch.cat([s.expand(count) for s, count in zip(self.scale, (n, n, n * n), strict=True)])
+        pre, post, c = (m * scale + self.base).split((n, n, n * n), -1)
+        pre, post = torch.sigmoid(pre) + self.eps, 2 * torch.sigmoid(post)
+        c = torch.softmax(c.unflatten(-1, (n, n)), -1) + self.eps
+        return pre, post, FASTER.get("sinkhorn", Sinkhorn.apply)(c, self.iterations, self.eps)
 
 
 def fold(streams: Tensor, pre: Tensor) -> Tensor:
     """sum_j pre_j X_j: [N, n, D], [N, n] -> [N, D]."""
-    return torch.einsum("znd,zn->zd", streams, pre)
+    return (streams * pre.unsqueeze(-1)).sum(1)
 
 
 def unfold(out: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """X'_k = post_k out + sum_j comb[j, k] X_j."""
+    if "unfold" in FASTER:
+        return FASTER["unfold"](out, streams, post, comb)
     return torch.baddbmm(post.unsqueeze(-1) * out.unsqueeze(-2), comb.transpose(-1, -2), streams)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -158,12 +159,16 @@ def initial_streams(x: Tensor, n: int) -> tuple[Tensor, Tensor]:
     return x.unsqueeze(1).expand(-1, n, -1).contiguous(), pre
 
 
+@cache
+def _turns(spec: Spec, ratio: int, device: torch.device) -> Tensor:
+    return torch.as_tensor(frequencies(spec, ratio), device=device)
+
+
 def rotary_tables(spec: Spec, position: Tensor, dtype: torch.dtype) -> dict[int, tuple[Tensor, Tensor]]:
     """cos and sin [..., rope / 2] for each ratio of the backbone."""
     tables = {}
     for ratio in sorted(set(spec.compress_ratios)):
-        turn = torch.as_tensor(frequencies(spec, ratio), device=position.device)
-        angle = position.to(torch.float64).unsqueeze(-1) * turn
+        angle = position.to(torch.float64).unsqueeze(-1) * _turns(spec, ratio, position.device)
         tables[ratio] = (angle.cos().to(dtype), angle.sin().to(dtype))
     return tables
 
