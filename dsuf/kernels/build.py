@@ -33,7 +33,7 @@ SHARED_SYMBOL = "dsuf_dynamic_shared"
 
 @dataclass(frozen=True)
 class Facts:
-    """What the assembler said about one cubin; seconds are zero when it came from the cache."""
+    """What the assembler said about one cubin, and the seconds that it took to build."""
 
     entry: str
     registers: int
@@ -57,7 +57,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Built:
-    """A cubin with its facts and the launch geometry of its kernel."""
+    """A cubin with its facts and the launch geometry of its kernel; `fresh` if this process compiled it."""
 
     name: str
     chip: str
@@ -68,6 +68,7 @@ class Built:
     shared: int
     cluster: int
     parameters: tuple[str, ...]
+    fresh: bool = False
 
 
 @cache
@@ -89,44 +90,51 @@ def build(kernel: Kernel, chip: str, cache_folder: Path | None) -> Built:
     wrong = sorted(name for name, op in kernel.ops.items() if chip not in op.chips)
     if wrong:
         raise ConfigError(f"kernel {kernel.name} uses {', '.join(wrong)}, which {chip} does not have.")
-    file = None if cache_folder is None else _folder(cache_folder, chip) / key_of(kernel, chip)
-    found = None if file is None else _read(file)
-    if found is None:
-        found = _compile(kernel, chip)
+    file = None if cache_folder is None else cached_file(cache_folder, chip, key_of(kernel, chip))
+    built = None if file is None else read_cached(file)
+    if built is None:
+        cubin, facts = _compile(kernel, chip)
+        kinds = tuple(kind for _, kind in kernel.parameters)
+        geometry = (kernel.threads, kernel.grid, kernel.shared, kernel.cluster)
+        built = Built(kernel.name, chip, cubin, facts, *geometry, kinds, fresh=True)
         if file is not None:
-            _write(file, *found)
-    cubin, facts = found
-    if facts.problems:
-        raise CheckFailed(f"kernel {kernel.name} for {chip}: {'; '.join(facts.problems)}")
-    kinds = tuple(kind for _, kind in kernel.parameters)
-    return Built(kernel.name, chip, cubin, facts, kernel.threads, kernel.grid, kernel.shared, kernel.cluster, kinds)
+            _write(file, built)
+    if built.facts.problems:
+        raise CheckFailed(f"kernel {kernel.name} for {chip}: {'; '.join(built.facts.problems)}")
+    return built
 
 
 # ---- the cache on disk
 
 
-def _folder(cache_folder: Path, chip: str) -> Path:
+def cached_file(cache_folder: Path, chip: str, key: str) -> Path:
+    """Where a cubin is kept; makes its folder, closed to others."""
     folder = cache_folder / "kernels" / chip
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     (cache_folder / "kernels").chmod(0o700)
-    return folder
+    return folder / key
 
 
-def _read(file: Path) -> tuple[bytes, Facts] | None:
+def read_cached(file: Path) -> Built | None:
+    """The cubin in a cache file, or None if it is absent or damaged: then it is built again."""
     try:
         head, _, cubin = file.read_bytes().partition(b"\n")
         meta = json.loads(head)
         if hashlib.sha256(cubin).hexdigest() != meta.pop("sha256"):
             return None
-        return cubin, Facts(**{**meta, "warnings": tuple(meta["warnings"]), "seconds": 0.0})
+        facts = Facts(**{**meta.pop("facts"), "warnings": tuple(meta.pop("warnings"))})
+        meta["grid"], meta["parameters"] = tuple(meta["grid"]), tuple(meta["parameters"])
+        return Built(cubin=cubin, facts=facts, **meta)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # absent or damaged: it is built again
+        return None
 
 
-def _write(file: Path, cubin: bytes, facts: Facts) -> None:
-    meta = {**asdict(facts), "sha256": hashlib.sha256(cubin).hexdigest()}
+def _write(file: Path, built: Built) -> None:
+    meta = {key: value for key, value in asdict(built).items() if key not in ("cubin", "fresh")}
+    meta["warnings"] = meta["facts"].pop("warnings")
+    meta["sha256"] = hashlib.sha256(built.cubin).hexdigest()
     temporary = file.with_name(f"{file.name}.{os.getpid()}")
-    temporary.write_bytes(json.dumps(meta).encode() + b"\n" + cubin)
+    temporary.write_bytes(json.dumps(meta).encode() + b"\n" + built.cubin)
     os.replace(temporary, file)
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dsuf.kernels.catalogue import Entry, Width
 from dsuf.kernels.lang import Kernel, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
 from dsuf.kernels.pack import chunk_width, fp4_chunk_bytes
 from dsuf.kernels.ptx.convert import (
@@ -64,6 +65,7 @@ from dsuf.kernels.stream import (
     stage_rows,
     stage_words,
 )
+from dsuf.ops.expert import experts_sum
 
 PLAN_HEAD, PLAN_RECORD = 4, 12  # int32s
 GROUP_PAIRS = 8
@@ -342,3 +344,40 @@ def make_down(
             item = int32(item + STEP)
 
     return down
+
+
+# (warps, stages) by rows; by rule for sm_90a, unmeasured. A stage of gate_up is 8.7 KB (128 columns of 4 tiles, so that
+# one row's 432 items occupy enough warps); 16 and 24 staged rows leave room for fewer. down never has that problem.
+GATE_UP = {8: (16, 2), 16: (8, 3), 24: (8, 2), 48: (16, 2)}
+DOWN = (16, 2)
+GATE_UP_CHUNK = 128
+SM_COUNT = 132
+
+
+def entries(width: Width) -> list[Entry]:
+    """Backbone and drafter experts of a checkpoint."""
+    spec = width.spec
+    backbone = _entries("experts", width, spec.num_experts_per_tok, spec.n_routed_experts)
+    return backbone + _entries(
+        "draft_experts", width, spec.dspark_num_experts_per_tok, spec.dspark_n_routed_experts
+    )  # fmt: skip
+
+
+def _entries(name: str, width: Width, topk: int, count: int) -> list[Entry]:
+    d, i, found = width.spec.hidden_size, width.spec.moe_intermediate_size, []
+    for rows in width.row_tiles:
+        shape = {"d": d, "i": i, "topk": topk, "rows": rows, "blocks": SM_COUNT}
+        warps, stages = GATE_UP[rows]
+        gate_up = {**shape, "limit": width.spec.swiglu_limit, "most": GATE_UP_CHUNK, "warps": warps, "stages": stages}
+        down = {**shape, "warps": DOWN[0], "stages": DOWN[1]}
+        expected = count * (1 - (1 - topk / count) ** rows)  # distinct experts of independent rows
+        matrix, operations = int(expected * (d * i // 2 + d * i // 32)), 2 * rows * topk * d * i
+        for part, factory, arguments, matrices in (
+            ("plan", make_plan, {"pairs": rows * topk}, 0),
+            ("gate_up", make_gate_up, gate_up, 2),
+            ("down", make_down, down, 1),
+        ):
+            label = f"{name}.{part}/{width.label}/r{rows}"
+            floor = (matrices * matrix, matrices * operations)
+            found.append(Entry(label, factory, arguments, width.chips, experts_sum, *floor))
+    return found

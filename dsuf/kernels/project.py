@@ -19,6 +19,10 @@ each taking every team-th chunk; their sums meet in shared memory in warp order,
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from dsuf.errors import ConfigError
+from dsuf.kernels.catalogue import Entry, Width
 from dsuf.kernels.lang import Kernel, int32, int64, kernel, regs, s32, s64, uint32, unroll
 from dsuf.kernels.pack import chunk_width, fp8_chunk_bytes
 from dsuf.kernels.ptx.convert import bf16x2
@@ -43,31 +47,57 @@ from dsuf.kernels.stream import (
     stage_rows,
     stage_words,
 )
+from dsuf.ops.product import grouped_product, product
+from dsuf.spec import Spec
 
 STAGED = 132 * 1024  # activations up to this size are copied to shared memory, larger ones are read through L1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Shared memory of a block: activations, their scales, rings, barriers, partial sums; offsets in bytes."""
+
+    staged: bool
+    x_stride: int
+    s_stride: int
+    chunk: int
+    sum: int  # bytes of a warp's partial sums
+    scales: int
+    ring: int
+    barriers: int
+    sums: int
+    size: int
+
+    @classmethod
+    def of(cls, k: int, rows: int, kind: str, warps: int, team: int, stages: int) -> Layout:
+        """Lay them one after the other."""
+        x_stride = shared_stride(k * (2 if kind == "bf16" else 1))
+        s_stride = 0 if kind == "bf16" else scale_stride(k)
+        staged, chunk, partial = rows * x_stride <= STAGED, fp8_chunk_bytes(k), rows * 16 * 4
+        scales = rows * x_stride if staged else 0
+        ring = scales + rows * s_stride
+        barriers = ring + warps * stages * chunk
+        sums = barriers + warps * stages * 8
+        size = sums + (2 * warps * partial if team > 1 else 0)
+        return cls(staged, x_stride, s_stride, chunk, partial, scales, ring, barriers, sums, size)
 
 
 def make(
     *, n: int, k: int, rows: int, kind: str, groups: int, warps: int, team: int, stages: int, blocks: int
 ) -> Kernel:  # fmt: skip
     """rows a multiple of 8 up to 48; kind "q8" or "bf16"; blocks a multiple of groups; warps a multiple of team."""
-    SIZE, WIDTH = fp8_chunk_bytes(k), chunk_width(k)
-    CHUNKS, GROUPS32, TILES, COLUMNS = k // WIDTH, WIDTH // 32, n // 16, rows // 8
+    WIDTH, GROUPS32 = chunk_width(k), chunk_width(k) // 32
+    CHUNKS, TILES, COLUMNS = k // WIDTH, n // 16, rows // 8
     BF16 = kind == "bf16"
-    XBYTES = 2 if BF16 else 1
-    XSTRIDE, SSTRIDE = shared_stride(k * XBYTES), scale_stride(k)
-    STAGE_X = rows * XSTRIDE <= STAGED
-    AT_S = rows * XSTRIDE if STAGE_X else 0
-    AT_RING = AT_S + (0 if BF16 else rows * SSTRIDE)
-    AT_BAR = AT_RING + warps * stages * SIZE
-    AT_SUM = AT_BAR + warps * stages * 8
-    SUM = rows * 16 * 4  # bytes of one warp's partial sums
-    SHARED = AT_SUM + (2 * warps * SUM if team > 1 else 0)
+    LAYOUT = Layout.of(k, rows, kind, warps, team, stages)
+    SIZE, SUM, XSTRIDE, SSTRIDE, STAGE_X = LAYOUT.chunk, LAYOUT.sum, LAYOUT.x_stride, LAYOUT.s_stride, LAYOUT.staged
+    AT_S, AT_RING, AT_BAR, AT_SUM = LAYOUT.scales, LAYOUT.ring, LAYOUT.barriers, LAYOUT.sums
     THREADS, TEAMS = warps * 32, warps // team
     STEP = blocks // groups * TEAMS
+    XBYTES = 2 if BF16 else 1
     XPITCH, NOUT = groups * k * XBYTES, groups * n
 
-    @kernel(threads=THREADS, grid=(blocks,), shared=SHARED, name=f"project_{kind}_{groups}x{n}x{k}_r{rows}")
+    @kernel(threads=THREADS, grid=(blocks,), shared=LAYOUT.size, name=f"project_{kind}_{groups}x{n}x{k}_r{rows}")
     def project(w: s64, x: s64, sx: s64, y: s64, live: s32) -> None:
         tid = int32(thread_index())
         lane = int32(tid & 31)
@@ -165,3 +195,56 @@ def make(
             tile = int32(tile + STEP)
 
     return project
+
+
+# By rule, unmeasured, one for all chips. `team` has as many warps a tile as it takes to occupy 132 SMs x 8 warps; it
+# orders sums, so it follows from the weight's shape alone. The first of LAYOUTS (warps, stages) that fits is taken: two
+# stages beat more in the fp4 probe, and accumulators of many rows need the registers of half as many warps.
+SM_COUNT = 132
+LAYOUTS = ((16, 2), (8, 4), (8, 3), (8, 2))
+SHARED_LIMIT = 227 * 1024
+
+
+def tuned(n: int, k: int, rows: int, kind: str, groups: int) -> dict[str, int]:
+    """Warps, team, stages and blocks of a shape."""
+    tiles, chunks = groups * n // 16, k // chunk_width(k)
+    team = 1
+    while tiles * team < SM_COUNT * 8 and 2 * team <= min(8, chunks):
+        team *= 2
+    for warps, stages in LAYOUTS:
+        if warps == 16 and rows > 8:
+            continue
+        if Layout.of(k, rows, kind, warps, team, stages).size <= SHARED_LIMIT:
+            blocks = min(SM_COUNT // groups * groups, -(-tiles * team // warps // groups) * groups)
+            return {"warps": warps, "team": team, "stages": stages, "blocks": blocks}
+    raise ConfigError(f"a projection of {rows} rows of {k} columns needs more than {SHARED_LIMIT} bytes of shared memory")
+
+
+def projections(spec: Spec) -> dict[str, tuple[int, int, str, int]]:
+    """(N, K, kind, groups) of each projection of a checkpoint."""
+    heads, q = spec.num_attention_heads * spec.head_dim, spec.q_lora_rank
+    d, inner, o = spec.hidden_size, spec.moe_intermediate_size, spec.o_groups * spec.o_lora_rank
+    engram = spec.engram_columns * spec.engram_head_dim
+    return {
+        "wq_a_wkv": (q + spec.head_dim, d, "q8", 1),
+        "wq_b": (heads, q, "q8", 1),
+        "index_wq_b": (spec.index_n_heads * spec.index_head_dim, q, "q8", 1),
+        "wo_a": (spec.o_lora_rank, heads // spec.o_groups, "bf16", spec.o_groups),
+        "wo_b": (d, o, "q8", 1),
+        "shared_down": (d, inner, "q8", 1),
+        "engram_wkv": ((spec.hc_mult + 1) * d, engram, "q8", 1),
+        "main_proj": (d, len(spec.dspark_target_layer_ids) * d, "q8", 1),
+    }
+
+
+def entries(width: Width) -> list[Entry]:
+    """Catalogue entries of a checkpoint's projections."""
+    found = []
+    for name, (n, k, kind, groups) in projections(width.spec).items():
+        for rows in width.row_tiles:
+            shape = {"n": n, "k": k, "rows": rows, "kind": kind, "groups": groups, **tuned(n, k, rows, kind, groups)}
+            reference = grouped_product if groups > 1 else product
+            nbytes = groups * n * k + groups * n * k // 1024 + rows * groups * (k + 2 * n)
+            label = f"project.{name}/{width.label}/r{rows}"
+            found.append(Entry(label, make, shape, width.chips, reference, nbytes, 2 * rows * groups * n * k))
+    return found

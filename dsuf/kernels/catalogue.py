@@ -1,0 +1,79 @@
+"""Every kernel that an engine may need: a list of modules, each exporting ENTRIES, and the shapes they are made for.
+
+An entry is a shape of a family: how to make its kernel, for which chips, the op that says what it means, and its floor.
+Real widths are built for three chips, the tiny and toy widths (tests, engine on small checkpoints) for sm_90a only.
+Rows come in tiles: a step of R rows takes the smallest tile that holds R.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from dsuf.kernels.lang import Kernel
+from dsuf.kernels.ptx.op import ALL_CHIPS, HOPPER
+from dsuf.spec import Spec
+
+MODULES = ("project", "experts")
+ROW_TILES = (8, 16, 24, 48)
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One shape of a kernel; the floors are what a launch with all rows in use cannot avoid."""
+
+    name: str
+    make: Callable[..., Kernel]
+    shape: Mapping[str, Any]
+    chips: tuple[str, ...]
+    reference: Callable[..., Any]
+    floor_bytes: int
+    floor_operations: int
+
+    def kernel(self, chip: str) -> Kernel:
+        """Expand it for a chip."""
+        extra = {"chip": chip} if "chip" in inspect.signature(self.make).parameters else {}
+        return self.make(**self.shape, **extra)
+
+
+@dataclass(frozen=True)
+class Width:
+    """A checkpoint's dimensions, the chips its kernels are built for, and the row tiles."""
+
+    label: str
+    spec: Spec
+    chips: tuple[str, ...]
+    row_tiles: tuple[int, ...]
+
+
+@cache
+def widths() -> tuple[Width, ...]:
+    """What the catalogue is made for."""
+    real = Spec.load(CONFIGS / "v41-flash.json")
+    tiny = Spec.load(CONFIGS / "tiny.json")
+    return (Width("v41", real, ALL_CHIPS, ROW_TILES), Width("tiny", tiny, HOPPER, (8,)))
+
+
+@cache
+def entries() -> tuple[Entry, ...]:
+    """All entries of all modules. Raises ValueError if two have one name."""
+    found: list[Entry] = []
+    for name in MODULES:
+        module = importlib.import_module(f"dsuf.kernels.{name}")
+        found += [entry for width in widths() for entry in module.entries(width)]
+    names = [entry.name for entry in found]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"two catalogue entries are called {', '.join(twice)}")
+    return tuple(found)
+
+
+def entry(name: str) -> Entry:
+    """The entry of a name. Raises KeyError."""
+    return next(e for e in entries() if e.name == name)
