@@ -37,6 +37,7 @@ def test_an_engine_that_cannot_load_ends_the_server_with_its_error():
     with running_server(says("x"), engine_ready=False) as server:
         server.peer.send(Failed("CheckpointError", "shard 3 is truncated", 3))
         server.peer.die()
+        wait_until(lambda: server.service.link.state == "gone")
     assert isinstance(server.result, CheckpointError) and server.result.exit_code == 3
     assert "shard 3 is truncated" in str(server.result)
 

@@ -95,6 +95,7 @@ class Peer:
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await self._connection.close()
 
     async def _obey(self, command: Command) -> None:
         if isinstance(command, StatusRequest):
