@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dsuf.layout import BLOCKED
-from dsuf.ops.norm import inverse_rms
+from dsuf.ops.norm import root_mean_square
 from dsuf.spec import Spec
 
 _SMALLEST_DOT = 1e-6
@@ -99,8 +99,8 @@ def table_rows(t: np.ndarray, constants: EngramHash) -> np.ndarray:
 def gate(streams: np.ndarray, keys: np.ndarray, qk_weight: np.ndarray, eps: float) -> np.ndarray:
     """X and keys [rows, n, D], qk_weight [n, D] (q_weight * k_weight) -> gate [rows, n, 1]."""
     dot = np.vecdot(streams * qk_weight, keys)[..., None]
-    dot *= inverse_rms(streams, eps)
-    dot *= inverse_rms(keys, eps)
+    dot /= root_mean_square(streams, eps)
+    dot /= root_mean_square(keys, eps)
     dot *= streams.shape[-1] ** -0.5
     root = np.sqrt(np.maximum(np.abs(dot), _SMALLEST_DOT))
     return 1 / (1 + np.exp(-np.copysign(root, dot)))

@@ -14,57 +14,66 @@ from dataclasses import dataclass
 import numpy as np
 
 from dsuf.ops.numerics import Numerics
-from dsuf.ops.product import TILE_ROWS
+from dsuf.ops.product import TILE_ROWS, tile_product
 from dsuf.ops.qdq import q8
 
 
 def swiglu(gate_up: np.ndarray, limit: float) -> np.ndarray:
-    """[..., 2I] = (g, u) -> silu(min(g, limit)) * clamp(u, -limit, limit), [..., I]."""
+    """[..., 2I] = (g, u) -> silu(min(g, limit)) * clamp(u, -limit, limit), [..., I]; overwrites gate_up."""
+    np.minimum(gate_up, limit, out=gate_up)
     width = gate_up.shape[-1] // 2
-    gate = np.minimum(gate_up[..., :width], limit)
-    up = np.minimum(gate_up[..., width:], limit)
-    np.maximum(up, -limit, out=up)
-    up *= gate
+    gate, up = gate_up[..., :width], gate_up[..., width:]
+    hidden = np.maximum(up, -limit)
+    hidden *= gate
     np.negative(gate, out=gate)
     np.exp(gate, out=gate)
     gate += 1
-    up /= gate
-    return up
+    hidden /= gate
+    return hidden
 
 
 @dataclass(frozen=True)
 class Dispatch:
     """Where each (row, chosen expert) pair stands when rows are grouped by expert in tiles of 8.
 
-    slots int [rows, k]: row of the grouped array; tiles: (expert, first slot, end slot) in ascending expert number.
+    slots int [rows, k]: row of the grouped array, which has `tiles` tiles; groups: (expert, first tile, end tile) in
+    ascending expert number.
     """
 
     slots: np.ndarray
-    tiles: list[tuple[int, int, int]]
+    tiles: int
+    groups: list[tuple[int, int, int]]
 
     @classmethod
     def of(cls, experts: np.ndarray) -> Dispatch:
-        """experts int [rows, k]."""
+        """experts int [rows, k], no expert twice in a row."""
+        rows, chosen = experts.shape
+        if rows == 1:  # every pair has a tile of its own
+            groups = [(expert, i, i + 1) for i, expert in enumerate(experts[0].tolist())]
+            return cls(np.arange(0, chosen * TILE_ROWS, TILE_ROWS)[None], chosen, groups)
         flat = experts.ravel()
         order = np.argsort(flat, kind="stable")
         counts = np.bincount(flat)
-        ends = np.cumsum(-(-counts // TILE_ROWS) * TILE_ROWS)
-        hit = np.flatnonzero(counts)
-        tiles = [(int(e), int(ends[e - 1]) if e else 0, int(ends[e])) for e in hit]
+        tile_counts = -(-counts // TILE_ROWS)
+        ends = np.cumsum(tile_counts)
+        starts = ends - tile_counts
         # A pair's slot: its expert's first slot plus its rank among that expert's pairs.
-        shift = np.concatenate([[0], ends[:-1]]) - (np.cumsum(counts) - counts)
+        shift = starts * TILE_ROWS - (np.cumsum(counts) - counts)
         slots = np.empty(flat.size, np.intp)
         slots[order] = np.arange(flat.size) + shift[flat[order]]
-        return cls(slots.reshape(experts.shape), tiles)
+        hit = np.flatnonzero(counts)
+        groups = list(zip(hit.tolist(), starts[hit].tolist(), ends[hit].tolist(), strict=True))
+        return cls(slots.reshape(experts.shape), int(ends[-1]), groups)
 
-    def product(self, grouped: np.ndarray, weight_t: Callable[[int], np.ndarray], width: int) -> np.ndarray:
-        """grouped [slots, K] times each tile's weight_t(expert) [K, width] -> [slots, width]."""
-        out = np.empty((grouped.shape[0], width), grouped.dtype)
-        for expert, first, end in self.tiles:
-            shape = (-1, TILE_ROWS)
-            into = out[first:end].reshape(*shape, width)
-            np.matmul(grouped[first:end].reshape(*shape, grouped.shape[1]), weight_t(expert), out=into)
-        return out
+    def product(self, pairs: np.ndarray, weight_t: Callable[[int], np.ndarray], width: int) -> np.ndarray:
+        """pairs [rows, k or 1, K], each times its expert's weight_t [K, width] -> [rows, k, width]."""
+        grouped = np.zeros((self.tiles * TILE_ROWS, pairs.shape[-1]), pairs.dtype)
+        grouped[self.slots] = pairs
+        grouped = grouped.reshape(self.tiles, TILE_ROWS, -1)
+        out = np.empty((self.tiles, TILE_ROWS, width), pairs.dtype)
+        for expert, first, end in self.groups:
+            tile_product(grouped[first:end], weight_t(expert), out[first:end])
+        return out.reshape(-1, width)[self.slots]
 
 
 def experts_sum(
@@ -80,19 +89,14 @@ def experts_sum(
 
     w13_t(e) [D, 2I] holds w1 then w3, w2_t(e) [I, D].
     """
-    width = x.shape[1]
     dispatch = Dispatch.of(experts)
-    slots = dispatch.slots
-    grouped = np.zeros((dispatch.tiles[-1][2], width), x.dtype)
-    grouped[slots] = x[:, None]
-    inner = w2_t(dispatch.tiles[0][0]).shape[0]
-    gate_up = dispatch.product(grouped, w13_t, 2 * inner)[slots]
+    inner = w2_t(dispatch.groups[0][0]).shape[0]
+    gate_up = dispatch.product(x[:, None], w13_t, 2 * inner)
     hidden = swiglu(numerics.round(gate_up), limit)
     hidden *= weights[..., None]
     hidden = numerics.round(hidden)
-    grouped = np.zeros((grouped.shape[0], inner), x.dtype)
-    grouped[slots] = q8(hidden) if numerics.quantise else hidden
-    parts = numerics.round(dispatch.product(grouped, w2_t, width)[slots])
+    parts = dispatch.product(q8(hidden) if numerics.quantise else hidden, w2_t, x.shape[1])
+    parts = numerics.round(parts)
     total = parts[:, 0].copy()
     for i in range(1, parts.shape[1]):
         total += parts[:, i]

@@ -18,8 +18,8 @@ from functools import cache
 
 import numpy as np
 
-from dsuf.ops.norm import inverse_rms
-from dsuf.ops.product import TILE_ROWS, padded_rows, product
+from dsuf.ops.norm import root_mean_square
+from dsuf.ops.product import TILE_ROWS, in_tiles, product
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def mixes(streams: np.ndarray, weights: MixWeights, rounds: int, hc_eps: float, 
     rows, n, width = streams.shape
     flat = streams.reshape(rows, n * width)
     m = product(flat, weights.fn_t)
-    m *= inverse_rms(flat, eps)
+    m /= root_mean_square(flat, eps)
     return mixes_of(m, weights.scale, weights.base, n, rounds, hc_eps)
 
 
@@ -74,18 +74,19 @@ def sinkhorn(logits: np.ndarray, rounds: int, hc_eps: float) -> np.ndarray:
     """
     rows, n, _ = logits.shape
     row_sums, column_sums = _sum_matrices(n, hc_eps, logits.dtype)
-    state = np.ones((padded_rows(rows), n * n + 1), logits.dtype)
+    state = np.ones((rows, n * n + 1), logits.dtype)
     weights = np.exp(logits - np.maximum.reduce(logits, axis=-1, keepdims=True))
     weights /= np.add.reduce(weights, axis=-1, keepdims=True)
-    state[:rows, :-1] = weights.reshape(rows, n * n)
-    state[:rows, :-1] += hc_eps
-    tiles = state.reshape(-1, TILE_ROWS, n * n + 1)
+    weights += hc_eps
+    state[:, :-1] = weights.reshape(rows, n * n)
+    tiles = in_tiles(state)
+    tiles[-1, rows - (tiles.shape[0] - 1) * TILE_ROWS :] = 1  # padding that divides by no zero
+    tiles, multiply = (tiles[0], np.dot) if tiles.shape[0] == 1 else (tiles, np.matmul)
     divisors = np.empty_like(tiles)
     for half in range(2 * rounds - 1):
-        np.matmul(tiles, row_sums if half % 2 else column_sums, out=divisors)
+        multiply(tiles, row_sums if half % 2 else column_sums, out=divisors)
         np.divide(tiles, divisors, out=tiles)
-    comb = np.ascontiguousarray(state[:rows, :-1])
-    return comb.reshape(rows, n, n)
+    return tiles.reshape(-1, n * n + 1)[:rows, :-1].reshape(rows, n, n)
 
 
 @cache

@@ -8,16 +8,16 @@ from __future__ import annotations
 import numpy as np
 
 
-def inverse_rms(x: np.ndarray, eps: float) -> np.ndarray:
-    """x [..., K] -> 1 / sqrt(mean(x^2) + eps) [..., 1]."""
+def root_mean_square(x: np.ndarray, eps: float) -> np.ndarray:
+    """x [..., K] -> sqrt(mean(x^2) + eps) [..., 1]."""
     mean = np.vecdot(x, x)[..., None]
     mean /= x.shape[-1]
     mean += eps
-    return 1 / np.sqrt(mean, out=mean)
+    return np.sqrt(mean, out=mean)
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     """x [..., K], weight [K] -> [..., K] in x's dtype."""
-    out = x * inverse_rms(x, eps)
+    out = x / root_mean_square(x, eps)
     out *= weight
     return out

@@ -11,29 +11,30 @@ import numpy as np
 TILE_ROWS = 8
 
 
-def padded_rows(rows: int) -> int:
-    """Rows after padding to whole tiles."""
-    return -(-rows // TILE_ROWS) * TILE_ROWS
+def in_tiles(x: np.ndarray) -> np.ndarray:
+    """x [rows, ...] -> [tiles, 8, ...], padded with zero rows; a view where nothing is to be padded."""
+    rows = x.shape[0]
+    tiles = -(-rows // TILE_ROWS)
+    if rows != tiles * TILE_ROWS:
+        padded = np.zeros((tiles * TILE_ROWS, *x.shape[1:]), x.dtype)
+        padded[:rows] = x
+        x = padded
+    return x.reshape(tiles, TILE_ROWS, *x.shape[1:])
+
+
+def tile_product(tiles: np.ndarray, weight_t: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    """tiles [tiles, 8, K], weight_t [K, N] -> [tiles, 8, N], one product of the same shape for each tile."""
+    return np.matmul(tiles, weight_t, out=out)
 
 
 def product(x: np.ndarray, weight_t: np.ndarray) -> np.ndarray:
     """x [rows, K], weight_t [K, N] (transposed, same dtype) -> [rows, N]."""
-    rows, width = x.shape
-    if rows % TILE_ROWS:
-        padded = np.zeros((padded_rows(rows), width), x.dtype)
-        padded[:rows] = x
-        x = padded
-    tiles = x.reshape(-1, TILE_ROWS, width)
-    return np.matmul(tiles, weight_t).reshape(-1, weight_t.shape[1])[:rows]
+    rows = x.shape[0]
+    return tile_product(in_tiles(x), weight_t).reshape(-1, weight_t.shape[1])[:rows]
 
 
 def grouped_product(x: np.ndarray, weights_t: np.ndarray) -> np.ndarray:
     """Block-diagonal product: x [rows, groups, K], weights_t [groups, K, N] -> [rows, groups * N]."""
-    rows, groups, width = x.shape
-    if rows % TILE_ROWS:
-        padded = np.zeros((padded_rows(rows), groups, width), x.dtype)
-        padded[:rows] = x
-        x = padded
-    tiles = x.reshape(-1, TILE_ROWS, groups, width).swapaxes(1, 2)
-    out = np.matmul(tiles, weights_t)  # [tiles, groups, 8, N]
-    return out.swapaxes(1, 2).reshape(x.shape[0], groups * weights_t.shape[2])[:rows]
+    rows, groups, _ = x.shape
+    out = np.matmul(in_tiles(x).swapaxes(1, 2), weights_t)  # [tiles, groups, 8, N]
+    return out.swapaxes(1, 2).reshape(-1, groups * weights_t.shape[2])[:rows]

@@ -19,14 +19,17 @@ from dsuf import formats
 from dsuf.layout import LATENT_GROUP
 from dsuf.spec import BLOCK
 
-_EXPONENT = np.int32(0x7F800000)
-_MANTISSA = np.int32(0x007FFFFF)
-_SMALLEST_Q4P = np.float32(6 * 2.0**-126)
-_SMALLEST_Q4E = np.float32(6 * 2.0**-9)
-_LARGEST_Q4E = np.float32(6 * 448)  # beyond this the scale saturates
-_INVERSE_448 = np.float32(1 / 448)
-_INVERSE_6 = np.float32(1 / 6)
-_SMALLEST_Q8 = np.float32(formats.SMALLEST_AMAX)
+# Arrays without dimensions: as operands of small arrays they cost half of what NumPy scalars do.
+_EXPONENT = np.array(0x7F800000, np.int32)
+_MANTISSA = np.array(0x007FFFFF, np.int32)
+_SMALLEST_Q8 = np.array(formats.SMALLEST_AMAX, np.float32)
+_SMALLEST_Q4P = np.array(6 * 2.0**-126, np.float32)
+_SMALLEST_Q4E = np.array(6 * 2.0**-9, np.float32)
+_LARGEST_Q4E = np.array(6 * 448, np.float32)  # beyond this the scale saturates
+_INVERSE_448 = np.array(1 / 448, np.float32)
+_INVERSE_6 = np.array(1 / 6, np.float32)
+_LOWEST_E4M3 = np.array(2.0**-6, np.float32)  # smallest normal e4m3
+_SHIFT = {bits: np.array(1.5 * 2.0 ** (23 - bits), np.float32) for bits in (1, 3)}
 
 
 def _groups(x: np.ndarray, group: int) -> np.ndarray:
@@ -38,7 +41,7 @@ def _amax(groups: np.ndarray) -> np.ndarray:
     return np.maximum.reduce(np.abs(groups), axis=-1, keepdims=True)
 
 
-def _power_of_two_scale(groups: np.ndarray, smallest: np.float32, inverse_top: np.float32) -> np.ndarray:
+def _power_of_two_scale(groups: np.ndarray, smallest: np.ndarray, inverse_top: np.ndarray) -> np.ndarray:
     """Scale of each group, float32 [..., 1]: the float32 bits rounded up to the next exponent."""
     scale = _amax(groups)
     np.maximum(scale, smallest, out=scale)
@@ -49,7 +52,7 @@ def _power_of_two_scale(groups: np.ndarray, smallest: np.float32, inverse_top: n
     return scale
 
 
-def _round_to_grid(x: np.ndarray, lowest: np.ndarray | np.float32, mantissa_bits: int) -> np.ndarray:
+def _round_to_grid(x: np.ndarray, lowest: np.ndarray, mantissa_bits: int) -> np.ndarray:
     """x float32 rounded to `mantissa_bits` bits after the leading one, nearest even; below `lowest` the step stays.
 
     With 2^e the power of two under |x|, adding and subtracting 1.5 * 2^(e + 23 - mantissa_bits) makes the float32 adder
@@ -57,7 +60,7 @@ def _round_to_grid(x: np.ndarray, lowest: np.ndarray | np.float32, mantissa_bits
     """
     shifter = (x.view(np.int32) & _EXPONENT).view(np.float32)
     np.maximum(shifter, lowest, out=shifter)
-    shifter *= np.float32(1.5 * 2.0 ** (23 - mantissa_bits))
+    shifter *= _SHIFT[mantissa_bits]
     rounded = x + shifter
     rounded -= shifter
     return rounded
@@ -67,7 +70,7 @@ def q8(x: np.ndarray) -> np.ndarray:
     """x [..., K], K a multiple of 32 -> its e4m3-with-power-of-two-scale values, same shape and dtype."""
     groups = _groups(x, BLOCK)
     lowest = _power_of_two_scale(groups, _SMALLEST_Q8, _INVERSE_448)
-    lowest *= np.float32(2.0**-6)  # smallest normal e4m3 in units of the scale
+    lowest *= _LOWEST_E4M3
     return _round_to_grid(groups, lowest, mantissa_bits=3).astype(x.dtype, copy=False).reshape(x.shape)
 
 

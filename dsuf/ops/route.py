@@ -20,7 +20,7 @@ def route(z: np.ndarray, bias: np.ndarray, count: int, scaling: float) -> tuple[
     scores = np.sqrt(np.logaddexp(0, z))
     experts = np.argsort(-(scores + bias), axis=-1, kind="stable")[:, :count]
     experts.sort(axis=-1)
-    weights = np.take_along_axis(scores, experts, axis=-1)
+    weights = scores[np.arange(z.shape[0])[:, None], experts]
     total = weights[:, 0].copy()
     for i in range(1, count):  # in expert order, whatever the number of rows
         total += weights[:, i]

@@ -46,11 +46,11 @@ def test_pairs_keep_their_own_slot_in_whole_tiles_of_one_expert(rows):
     dispatch = Dispatch.of(experts)
     assert len(set(dispatch.slots.ravel().tolist())) == experts.size
     expert_of = {}
-    for expert, first, end in dispatch.tiles:
-        assert first % 8 == 0 and end % 8 == 0
-        expert_of.update(dict.fromkeys(range(first, end), expert))
+    for expert, first, end in dispatch.groups:
+        expert_of.update(dict.fromkeys(range(8 * first, 8 * end), expert))
+    assert len(expert_of) == 8 * dispatch.tiles
     assert [[expert_of[slot] for slot in row] for row in dispatch.slots.tolist()] == experts.tolist()
-    assert [tile[0] for tile in dispatch.tiles] == sorted(set(experts.ravel().tolist()))
+    assert [group[0] for group in dispatch.groups] == sorted(set(experts.ravel().tolist()))
 
 
 @pytest.mark.parametrize("name", ["exact32", "qdq64"])

@@ -27,10 +27,10 @@ def quantised(x: np.ndarray, numerics: Numerics) -> np.ndarray:
 
 
 def window_latent(
-    projected: np.ndarray, weights: BlockWeights, phases: Phases, spec: Spec, numerics: Numerics
+    projected: np.ndarray, kv_norm: np.ndarray, phases: Phases, spec: Spec, numerics: Numerics
 ) -> np.ndarray:
-    """wkv x [rows, d] -> window latents [rows, d] as cached."""
-    k = numerics.round(rms_norm(numerics.round(projected), weights.kv_norm, spec.rms_norm_eps))
+    """wkv x [rows, ..., d], kv_norm [..., d] -> window latents [rows, ..., d] as cached."""
+    k = numerics.round(rms_norm(numerics.round(projected), kv_norm, spec.rms_norm_eps))
     rotate(k, phases.forward)
     k = numerics.round(k)
     return numerics.round(qdq.q8(k)) if numerics.quantise else k
@@ -45,7 +45,7 @@ def queries(
     projected = product(quantised(x, numerics), weights.wq_a_wkv_t)
     latent = numerics.round(projected[:, : spec.q_lora_rank])
     c = numerics.round(rms_norm(latent, weights.q_norm, spec.rms_norm_eps))
-    k = window_latent(projected[:, spec.q_lora_rank :], weights, phases, spec, numerics)
+    k = window_latent(projected[:, spec.q_lora_rank :], weights.kv_norm, phases, spec, numerics)
     both = numerics.round(product(quantised(c, numerics), weights.wq_b_t))
     width = spec.num_attention_heads * spec.head_dim
     q = both[:, :width].reshape(-1, spec.num_attention_heads, spec.head_dim)
@@ -98,4 +98,4 @@ def window_views(k: np.ndarray, span: Span, layer: int, spec: Spec) -> np.ndarra
     recent = windows.rows(span.start - spec.sliding_window + 1, span.end)[layer]
     step, item = recent.strides
     shape = (span.count, spec.sliding_window, spec.head_dim)
-    return np.lib.stride_tricks.as_strided(recent, shape, (step, step, item), writeable=False)
+    return np.ndarray(shape, recent.dtype, recent, strides=(step, step, item))  # rows overlap: to be read only

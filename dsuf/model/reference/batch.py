@@ -93,7 +93,7 @@ class Batch:
 
 def bias_of(real: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """0 where `real`, -inf elsewhere."""
-    return np.where(real, 0, -np.inf).astype(dtype)
+    return np.where(real, np.zeros((), dtype), np.full((), -np.inf, dtype))
 
 
 def checked_ids(ids: Sequence[int], spec: Spec) -> np.ndarray:

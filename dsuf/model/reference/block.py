@@ -61,11 +61,12 @@ def moe(x: np.ndarray, weights: BlockWeights, experts_per_tok: int, spec: Spec, 
     """[rows, D] -> [rows, D]: the routed experts of each row, then the shared one."""
     z = product(x, weights.gate_t)
     experts, shares = route(z, weights.gate_bias, experts_per_tok, spec.routed_scaling_factor)
-    rows = x.shape[0]
-    experts = np.concatenate([experts, np.full((rows, 1), weights.routed_experts)], axis=1)
-    shares = np.concatenate([shares, np.ones((rows, 1), shares.dtype)], axis=1)
+    every = np.full((x.shape[0], experts_per_tok + 1), weights.routed_experts)  # the last column: the shared expert
+    every[:, :-1] = experts
+    every_share = np.ones(every.shape, shares.dtype)
+    every_share[:, :-1] = shares
     total = experts_sum(
-        quantised(x, numerics), experts, shares, weights.w13_t, weights.w2_t, spec.swiglu_limit, numerics
+        quantised(x, numerics), every, every_share, weights.w13_t, weights.w2_t, spec.swiglu_limit, numerics
     )
     return numerics.round(total)
 

@@ -104,12 +104,13 @@ class Caches:
     length         positions that count; the next row stands there
     pending        rows behind `length` that a forward wrote and nobody kept yet
     decoder_start  first position whose decoder and drafter rows are real; earlier ones are masked
+    oldest         length at which the caches were restored: the rows before its window are not there
     tail_from      truncated prefill is under way and the decoder has seen nothing from this position on; else None
     """
 
     def __init__(self, spec: Spec, numerics: Numerics, *, packed: bool, room: int) -> None:
         self.spec, self.numerics, self.room = spec, numerics, room
-        self.length = self.pending = self.decoder_start = 0
+        self.length = self.pending = self.decoder_start = self.oldest = 0
         self.tail_from: int | None = None
         depth, window, dtype = (
             spec.num_hidden_layers + spec.num_nextn_predict_layers,
@@ -162,10 +163,10 @@ class Caches:
         """Go back to `length`, at most REWIND_TOKENS before the present one."""
         if self.tail_from is not None:
             raise UsageError("a sequence cannot be rewound inside its prefill; finish the prefill first.")
-        if not max(0, self.length - REWIND_TOKENS) <= length <= self.length:
+        if not max(self.oldest, self.length - REWIND_TOKENS) <= length <= self.length:
             raise UsageError(
-                f"rewind from {self.length} to {length}: expected 0 to {REWIND_TOKENS} tokens back; "
-                "prefill again instead."
+                f"rewind from {self.length} to {length}: expected 0 to {REWIND_TOKENS} tokens back and not before "
+                f"{self.oldest}, where the sequence was restored; prefill again instead."
             )
         self.length, self.pending, self.pending_taps = length, 0, None
         self.decoder_start = min(self.decoder_start, length)
@@ -194,15 +195,6 @@ class Caches:
                 packed = self.pages.read(self._source(layer), count)
                 state |= {f"{plane}.{layer}": values for plane, values in zip(planes, packed, strict=True)}
         return state
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held, used or not."""
-        recent = [self.windows, self.history, *self.open_groups.values()]
-        arrays = [rows.data for rows in recent]
-        arrays += [array for entries in self.entries.values() for array in (entries.latents, entries.keys)]
-        arrays += [self.pages.data] if self.pages is not None else []
-        return sum(array.nbytes for array in arrays)
 
     @property
     def nbytes(self) -> int:

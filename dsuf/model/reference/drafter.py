@@ -64,11 +64,11 @@ class Drafter:
         phases = Phases.of(self.rope, np.arange(start, start + taps.shape[0]))
         m = numerics.round(product(quantised(taps, numerics), self.weights.main_proj_t))
         m = numerics.round(rms_norm(m, self.weights.main_norm, spec.rms_norm_eps))
-        m = quantised(m, numerics)
+        projected = product(quantised(m, numerics), self.weights.stages_wkv_t)
+        projected = projected.reshape(taps.shape[0], -1, spec.head_dim)
+        latents = window_latent(projected, self.weights.stages_kv_norm, phases, spec, numerics)
         windows = caches.windows.rows(start, start + taps.shape[0])
-        for number, stage in enumerate(self.weights.stages):
-            latent = window_latent(product(m, stage.wkv_t), stage, phases, spec, numerics)
-            windows[spec.num_hidden_layers + number] = latent
+        windows[spec.num_hidden_layers :] = latents.swapaxes(0, 1)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """One block for each request."""

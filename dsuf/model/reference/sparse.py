@@ -126,7 +126,7 @@ def select(
                 scores, seen[rows], spec.candidate_block_size, spec.candidate_topk_blocks
             )
         picks[rows] = largest(scores, spec.index_topk)
-        real[rows] = np.take_along_axis(scores, picks[rows], axis=-1) > -np.inf
+        real[rows] = scores[np.arange(span.count)[:, None], picks[rows]] > -np.inf
         chosen.keys[rows, spec.sliding_window :] = entries.latents[picks[rows]]
     chosen.bias = bias_of(real, numerics.dtype)
 

@@ -109,11 +109,6 @@ class BlockWeights:
         return self._reader.dense_t(f"{self._prefix}attn.wq_a", f"{self._prefix}attn.wkv")
 
     @cached_property
-    def wkv_t(self) -> np.ndarray:
-        """[D, d] alone, for the rows that a drafter stage makes from the taps."""
-        return np.ascontiguousarray(self.wq_a_wkv_t[:, self._spec.q_lora_rank :])
-
-    @cached_property
     def wq_b_t(self) -> np.ndarray:
         """[Q, H d], at an index source [Q, H d + index heads * index width]: both read the query latent."""
         names = ["attn.wq_b", "attn.indexer.wq_b"] if self._has_indexer else ["attn.wq_b"]
@@ -263,6 +258,16 @@ class ModelWeights:
     def main_norm(self) -> np.ndarray:
         """[D]."""
         return self._reader.plain("mtp.0.main_norm.weight")
+
+    @cached_property
+    def stages_wkv_t(self) -> np.ndarray:
+        """[D, stages * d], wkv of all drafter stages: each makes a window row from the same input."""
+        return self._reader.dense_t(*(f"mtp.{m}.attn.wkv" for m in range(len(self.stages))))
+
+    @cached_property
+    def stages_kv_norm(self) -> np.ndarray:
+        """[stages, d]."""
+        return np.stack([stage.kv_norm for stage in self.stages])
 
     @cached_property
     def draft_norm(self) -> np.ndarray:
