@@ -22,6 +22,7 @@ At the full width a page is 113,920 B (890 B a token) and a window row 528 B. So
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,6 +95,11 @@ class PageLayout:
 def _entry_widths(spec: Spec) -> tuple[int, int, int, int]:
     """Bytes of one entry in each of the four planes."""
     return spec.head_dim // 2, spec.head_dim // LATENT_GROUP, spec.index_head_dim // 2, spec.index_head_dim // BLOCK
+
+
+def resume_step(spec: Spec) -> int:
+    """Snapshots are taken at multiples of this: there no kv source has an open group."""
+    return math.lcm(*(role.ratio for role in spec.layers if role.is_kv_source))
 
 
 def pages_for(tokens: int) -> int:

@@ -9,7 +9,7 @@ from importlib import resources
 import numpy as np
 import pytest
 
-from dsuf.layout import PAGE_TOKENS, PageLayout, SnapshotLayout, SourceLayout, pages_for
+from dsuf.layout import PAGE_TOKENS, PageLayout, SnapshotLayout, SourceLayout, pages_for, resume_step
 from dsuf.spec import Spec
 
 
@@ -58,3 +58,7 @@ def test_an_entry_lies_in_the_page_of_its_last_token(ratio):
 
 def test_pages_cover_whole_and_partial_blocks():
     assert [pages_for(n) for n in (0, 1, 128, 129)] == [0, 1, 1, 2]
+
+
+def test_resume_points_of_the_real_config_are_even():
+    assert resume_step(spec_of("v41-flash")) == 2
