@@ -75,7 +75,8 @@ class Peer:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._serve())
+        with contextlib.suppress(OSError):  # turned away, when another engine is there
+            self._loop.run_until_complete(self._serve())
         self._loop.close()
 
     async def _serve(self) -> None:
@@ -87,8 +88,7 @@ class Peer:
                 if time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(0.005)
-        with contextlib.suppress(OSError):  # turned away, when another engine is there
-            await self._connection.send([Status(ready=self._ready)])
+        await self._connection.send([Status(ready=self._ready)])
         while (commands := await self._connection.receive()) is not None:
             for command in commands:
                 await self._obey(command)
