@@ -48,11 +48,16 @@ def doctor() -> None:
 def examine(environment: Environment) -> Iterator[Finding]:
     """Every finding, in the order in which a person would mend them."""
     yield _python()
-    yield from _dependencies()
+    packages = _dependencies()
+    yield packages
+    if packages.mark == "FAIL":
+        return  # what follows uses them
+    yield _guarded("tokenizer", _tokenizer)
     yield _cache(environment.cache_dir)
     yield _guarded("runtime folder", lambda: _runtime(environment.runtime_dir))
     yield _memory()
     yield _cores()
+    yield _blas(environment.blas_threads)
     yield _gpus()
     yield _rdma()
     for name in environment.unknown:
@@ -69,17 +74,15 @@ def _python() -> Finding:
     return Finding("ok", found)
 
 
-def _dependencies() -> Iterator[Finding]:
+def _dependencies() -> Finding:
     try:
         requirements = importlib.metadata.requires("dsuf") or []
     except importlib.metadata.PackageNotFoundError:
-        yield Finding("FAIL", "dsuf runs from a folder and is not installed", "pip install . in the checkout")
-        return
+        return Finding("FAIL", "dsuf runs from a folder and is not installed", "pip install . in the checkout")
     absent = [name for name in map(_needed_distribution, requirements) if name and not _installed(name)]
     if absent:
-        yield Finding("FAIL", f"packages missing: {', '.join(absent)}", f"pip install {' '.join(absent)}")
-    else:
-        yield Finding("ok", f"dsuf {importlib.metadata.version('dsuf')} and all packages that it names")
+        return Finding("FAIL", f"packages missing: {', '.join(absent)}", f"pip install {' '.join(absent)}")
+    return Finding("ok", f"dsuf {importlib.metadata.version('dsuf')} and all packages that it names")
 
 
 def _needed_distribution(requirement: str) -> str | None:
@@ -94,6 +97,12 @@ def _installed(name: str) -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
+
+
+def _tokenizer() -> Finding:
+    from dsuf.text.tokenizer import v41_tokenizer_json
+
+    return Finding("ok", f"V4.1's tokenizer, {len(v41_tokenizer_json()) / 1e6:.1f} MB, its digest is right")
 
 
 def _guarded(what: str, look: Callable[[], Finding]) -> Finding:
@@ -131,6 +140,16 @@ def _cores() -> Finding:
     what = f"{machine.cpu_name()}, {cores} core{'s' * (cores > 1)} usable"
     if cores == 1:
         return Finding("note", what, "the server and the engine share one core; two or more are faster")
+    return Finding("ok", what)
+
+
+def _blas(threads: str | None) -> Finding:
+    import numpy as np
+
+    library = np.show_config(mode="dicts")["Build Dependencies"]["blas"].get("name", "an unnamed BLAS")
+    what = f"NumPy {np.__version__} with {library}, threads: {threads or 'one a core'}"
+    if threads is not None and threads.isdigit() and int(threads) > machine.cpu_cores():
+        return Finding("note", what, "set OPENBLAS_NUM_THREADS to at most the number of usable cores, or unset it")
     return Finding("ok", what)
 
 

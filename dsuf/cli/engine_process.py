@@ -36,6 +36,7 @@ class EngineProcess:
         self.socket_path, self._options = socket_path, options
         self._process: multiprocessing.process.BaseProcess | None = None
         self._deaths: list[float] = []
+        self.was_ready = False  # an engine that was never ready is not started again: it would end the same way
         self.failure: EngineGone | None = None  # set when the restarts are used up
 
     def start(self) -> None:
@@ -57,10 +58,14 @@ class EngineProcess:
         """Tell `link` of each death and start anew; ends the server by SIGTERM when the restarts are used up."""
         while True:
             await self._ended()
-            link.lost(f"the engine process ended with exit status {self._process.exitcode}")
+            why = f"the engine process ended with exit status {self._process.exitcode}"
             now = time.monotonic()
             self._deaths = [death for death in self._deaths if now - death < WITHIN_S] + [now]
-            if len(self._deaths) > RESTARTS:
+            used_up = len(self._deaths) > RESTARTS
+            link.lost(why, for_good=used_up)
+            if not self.was_ready:
+                return  # the server ends with the engine's own error
+            if used_up:
                 self.failure = EngineGone(
                     f"The engine process ended {len(self._deaths)} times in {WITHIN_S / 60:.0f} minutes; its messages "
                     "are above. Correct what they name and start the server again."
@@ -68,7 +73,7 @@ class EngineProcess:
                 signal.raise_signal(signal.SIGTERM)
                 return
             wait_s = min(FIRST_WAIT_S * 2 ** (len(self._deaths) - 1), LONGEST_WAIT_S)
-            say(f"The engine process ended; it is started again in {wait_s:.0f} s.")
+            say(f"{why}; it is started again in {wait_s:.0f} s")
             await asyncio.sleep(wait_s)
             self.start()
 
@@ -103,10 +108,14 @@ def serve_with_engine(
     link = EngineLink(process.socket_path)
     app = build_app(link, text, options)
 
+    def on_ready() -> None:
+        process.was_ready = True
+        print(ready_line, flush=True)
+
     async def until_stopped() -> int:
         tasks = [asyncio.create_task(process.watch(link)), asyncio.create_task(_show_loading(link))]
         try:
-            return await serve(app, sock, lambda: print(ready_line, flush=True))
+            return await serve(app, sock, on_ready)
         finally:
             for task in tasks:
                 task.cancel()

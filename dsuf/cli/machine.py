@@ -53,12 +53,18 @@ def cpu_cores() -> int:
 
 
 def memory_bytes() -> tuple[int, int]:
-    """(total, available) bytes of memory."""
+    """(total, available) bytes of memory for this process, cut by the cgroup's limit."""
     fields = {}
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         name, _, value = line.partition(":")
         fields[name] = int(value.split()[0]) * 1024
-    return fields["MemTotal"], fields["MemAvailable"]
+    total, available = fields["MemTotal"], fields["MemAvailable"]
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii"))
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
+    except (OSError, ValueError):  # no cgroup, or "max"
+        return total, available
+    return min(total, limit), min(available, max(limit - used, 0))
 
 
 def find_gpus() -> Gpus:

@@ -10,6 +10,7 @@ import typer
 from dsuf.cli import options
 from dsuf.cli.bench.result import check_thresholds, new_result, write_result
 from dsuf.cli.bench.table import print_table
+from dsuf.cli.live import say
 from dsuf.cli.session import engine_options, open_session
 from dsuf.config import BenchOptions, SamplingFlags, check_number, parse_thresholds
 
@@ -43,6 +44,7 @@ def decode(
 ) -> None:
     """Measure decode speed: tokens per second, time of a step, tokens a step emits."""
     from dsuf.cli.bench.decoding import decode_floor, decode_request, decode_samples
+    from dsuf.cli.bench.floor import expected_distinct_experts
 
     bench = BenchOptions(
         repeat, warmup, seed, label, output, ci_json, parse_thresholds(fail_below or [], fail_above or [])
@@ -59,7 +61,7 @@ def decode(
     params = {
         "max_new": max_new, "batch": batch, "ignore_eos": ignore_eos, "temperature": temperature, "draft": draft,
         "verify": verify, "numerics": numerics, "prefill": prefill, "repeat": repeat, "warmup": warmup, "seed": seed,
-        "prompt": str(prompt or tokens or "recipe tetris"),
+        "gpus": gpus, "prompt": str(prompt or tokens or "recipe tetris"),
     }  # fmt: skip
     result = new_result(
         "decode", label, backend=session.engine.limits.backend, model=session.model(), params=params,
@@ -67,6 +69,9 @@ def decode(
     )  # fmt: skip
     write_result(result, bench.output, bench.ci_json)
     print_table(result)
+    spec = session.checkpoint.spec
+    even = expected_distinct_experts(spec.n_routed_experts, spec.num_experts_per_tok, shape.rows)
+    say(f"distinct experts a layer: {floor['distinct_experts']:.1f} counted, {even:.1f} if rows chose evenly")
     print(headline(result.metrics), flush=True)
     check_thresholds(result.metrics, bench.thresholds)
 

@@ -43,7 +43,7 @@ def prefill(
             sample[f"prefill_{length}_time_over_floor"] = sample[f"prefill_{length}_s"] * 1e6 / floors[length]["us"]
     params = {
         "tokens": list(lengths), "numerics": numerics, "prefill": prefill_mode, "repeat": repeat, "warmup": warmup,
-        "seed": seed,
+        "seed": seed, "gpus": gpus,
     }  # fmt: skip
     result = new_result(
         "prefill", label, backend=session.engine.limits.backend, model=session.model(), params=params,

@@ -16,10 +16,9 @@ def print_table(result: BenchResult) -> None:
         say(f"{name:28}" + "".join(f"{_number(value):>12}" for value in values) + f"  {unit(name)}")
     if result.floor:
         floor = result.floor
-        say(
-            f"floor of a step: {floor['bytes'] / 1e6:,.1f} MB and {floor['flops'] / 1e9:,.2f} GFLOP in "
-            f"{floor['us'] / 1e3:,.2f} ms, {floor['distinct_experts']:.1f} distinct experts a layer"
-        )
+        what = "a step" if result.kind == "decode" else "the longest prompt"
+        amounts = f"{floor['bytes'] / 1e6:,.1f} MB and {floor['flops'] / 1e9:,.2f} GFLOP"
+        say(f"floor of {what}: {amounts} in {floor['us'] / 1e3:,.2f} ms at the ceilings")
     if result.ceilings:
         say("ceilings measured here: " + ", ".join(f"{name} {value:,.1f}" for name, value in result.ceilings.items()))
 

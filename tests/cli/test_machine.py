@@ -1,0 +1,113 @@
+"""What the machine has, and what --gpus does with it."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+
+from dsuf.cli import machine
+from dsuf.cli.machine import Gpu, Gpus, choose_gpus, find_gpus
+from dsuf.errors import ConfigError, DeviceError
+
+H200 = Gpu(0, "NVIDIA H200", "sm_90", 150 * 10**9)
+
+
+def test_cores_and_memory_are_real():
+    assert machine.cpu_name()
+    assert 1 <= machine.cpu_cores() <= 4096
+    total, available = machine.memory_bytes()
+    assert 0 < available <= total
+
+
+@pytest.mark.parametrize("flag", [None, "0"])
+def test_no_flag_and_zero_are_the_cpu_and_ask_no_driver(monkeypatch, flag):
+    monkeypatch.setattr(machine, "find_gpus", lambda: pytest.fail("asked the driver"))
+    assert choose_gpus(flag) == ()
+
+
+@pytest.mark.parametrize("flag", ["2", "1,", "0,1"])
+def test_more_than_there_are_is_refused_with_what_was_found(monkeypatch, flag):
+    monkeypatch.setattr(machine, "find_gpus", lambda: Gpus((H200,), driver="13.0"))
+    with pytest.raises(DeviceError, match=r"more than this machine has\. Found: 0: NVIDIA H200 \(sm_90\)"):
+        choose_gpus(flag)
+
+
+@pytest.mark.parametrize("flag", ["1", "0,"])
+def test_a_gpu_that_is_there_is_not_used_in_silence_by_a_build_without_gpu_backend(monkeypatch, flag):
+    monkeypatch.setattr(machine, "find_gpus", lambda: Gpus((H200,), driver="13.0"))
+    with pytest.raises(DeviceError, match="no GPU backend"):
+        choose_gpus(flag)
+
+
+def test_a_machine_without_gpus_says_why(monkeypatch):
+    monkeypatch.setattr(machine, "find_gpus", lambda: Gpus((), problem="no NVIDIA driver"))
+    with pytest.raises(DeviceError, match="Found: no NVIDIA driver"):
+        choose_gpus("1")
+
+
+def test_nonsense_is_a_usage_error():
+    with pytest.raises(ConfigError):
+        choose_gpus("all")
+
+
+class PlayedDriver:
+    """The calls of cuda.bindings.driver that are used, with a status first in each result, as the binding returns."""
+
+    class CUresult:
+        CUDA_SUCCESS = types.SimpleNamespace(name="CUDA_SUCCESS")
+
+    CUdevice_attribute = types.SimpleNamespace(
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=75, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=76
+    )
+    status = CUresult.CUDA_SUCCESS
+    count = 2
+
+    def cuInit(self, flags):
+        return (self.status,)
+
+    def cuDriverGetVersion(self):
+        return self.status, 13000
+
+    def cuDeviceGetCount(self):
+        return self.status, self.count
+
+    def cuDeviceGet(self, index):
+        return self.status, index
+
+    def cuDeviceGetAttribute(self, attribute, device):
+        return self.status, {75: 9, 76: 0}[attribute]
+
+    def cuDeviceGetName(self, size, device):
+        return self.status, b"NVIDIA H200".ljust(size, b"\0")
+
+    def cuDeviceTotalMem(self, device):
+        return self.status, 150 * 10**9
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    played = PlayedDriver()
+    monkeypatch.setitem(sys.modules, "cuda.bindings", types.SimpleNamespace(driver=played))
+    return played
+
+
+def test_gpus_are_read_from_the_driver(driver):
+    found = find_gpus()
+    assert found == Gpus((H200, Gpu(1, "NVIDIA H200", "sm_90", 150 * 10**9)), driver="13.0")
+
+
+def test_a_driver_that_does_not_start_is_named(driver):
+    driver.status = types.SimpleNamespace(name="CUDA_ERROR_SYSTEM_DRIVER_MISMATCH")
+    assert find_gpus().problem == "the NVIDIA driver does not start: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"
+
+
+def test_a_driver_that_shows_no_device_is_told(driver):
+    driver.count = 0
+    assert "shows no GPU" in find_gpus().problem
+
+
+def test_a_missing_binding_is_told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    assert "cannot be imported" in find_gpus().problem
