@@ -89,6 +89,7 @@ def make_plan(*, pairs: int) -> Kernel:
         tid = int32(thread_index())
         sm = shared_base()
         wait_for_previous_kernel()
+        let_next_kernel_start()
         mine = int32(-1)
         if tid < live:
             mine = int32(ldg_u32(experts + int64(tid) * 4))
@@ -120,7 +121,6 @@ def make_plan(*, pairs: int) -> Kernel:
                 stg_u32(record + 4, uint32(min(count - rank, GROUP_PAIRS)))
         if tid == 0:
             stg_u32(out, uint32(total))
-        let_next_kernel_start()
 
     return plan
 
@@ -182,8 +182,8 @@ def make_gate_up(
                 mbarrier_init(uint32(bar + 8 * s), uint32(1))
             fence_async()
         policy = policy_evict_first()
-        let_next_kernel_start()
         wait_for_previous_kernel()
+        let_next_kernel_start()
         groups = int32(ldg_u32(plan))
         stage_words(sm + AT_PLAN, plan, (PLAN_HEAD + groups * PLAN_RECORD) * 4, tid, THREADS)
         stage_words(sm + AT_S, sx, live * SSTRIDE, tid, THREADS)
@@ -290,8 +290,8 @@ def make_down(
                 mbarrier_init(uint32(bar + 8 * s), uint32(1))
             fence_async()
         policy = policy_evict_first()
-        let_next_kernel_start()
         wait_for_previous_kernel()
+        let_next_kernel_start()
         groups = int32(ldg_u32(plan))
         stage_words(sm + AT_PLAN, plan, (PLAN_HEAD + groups * PLAN_RECORD) * 4, tid, THREADS)
         sync_threads()

@@ -116,7 +116,6 @@ def make(
                 mbarrier_init(uint32(bar + 8 * s), uint32(1))
             fence_async()
         sync_warp()
-        let_next_kernel_start()
         # weights are asked for before the wait: they do not depend on the kernel before
         policy = policy_evict_first()
         weights = w + int64(group) * (TILES * CHUNKS * SIZE)
@@ -131,6 +130,7 @@ def make(
                 chunk = part
                 ahead = int32(ahead + STEP)
         wait_for_previous_kernel()
+        let_next_kernel_start()
         if STAGE_X:
             stage_rows(sm, x + int64(group) * (k * XBYTES), live, k * XBYTES, XPITCH, XSTRIDE, tid, THREADS)
             clear_words(int32(sm + live * XSTRIDE), int32(sm + rows * XSTRIDE), tid, THREADS)
@@ -217,7 +217,7 @@ def tuned(n: int, k: int, rows: int, kind: str, groups: int) -> dict[str, int]:
         if Layout.of(k, rows, kind, warps, team, stages).size <= SHARED_LIMIT:
             blocks = min(SM_COUNT // groups * groups, -(-tiles * team // warps // groups) * groups)
             return {"warps": warps, "team": team, "stages": stages, "blocks": blocks}
-    raise ConfigError(f"a projection of {rows} rows of {k} columns needs more than {SHARED_LIMIT} bytes of shared memory")
+    raise ConfigError(f"a projection of {rows} rows of {k} columns needs more than {SHARED_LIMIT} bytes of a block")
 
 
 def projections(spec: Spec) -> dict[str, tuple[int, int, str, int]]:

@@ -1,0 +1,292 @@
+"""The seam between two sublayers: unfold an output into the residual streams, fold the next input, norm, quantise.
+
+    o    = bf16(sum of the routed experts' outputs in slot order + last)           or just `last` (attention)
+    X'_k = bf16(post_k o + sum_j comb[j, k] X_j)                                   k, j = 0..3
+    u    = bf16(sum_j pre_j X'_j);  x = bf16(u g / sqrt(mean(u^2) + eps));  codes, scales = q8(x)
+    sums = fn X' (24 numbers), sum of X'^2                                         of the flattened streams, float32
+
+pre, post, comb come from the sums of the seam before: their Sinkhorn rounds run in this kernel's first lines, before it
+waits for the kernel that makes o, so they cost nothing where that kernel runs long enough and leaves room beside it. That
+is allowed because every kernel lets the next one start only after its own wait: when a kernel begins, all but its direct
+predecessor are done.
+
+X bf16 [rows, 4, D] in place; parts bf16 [rows * slots, D], last bf16 [rows, D]; sums float32 [rows, 26] (24, sum of
+X'^2, unused); x bf16 [rows, D], codes e4m3 [rows, D], scales ue8m0 [rows, scale_stride(D)]; fn float32 [24, 4 D].
+`first`: X is a fresh embedding, nothing is unfolded and pre = (1, 0, 0, 0). `tap`: the mean of the streams, bf16.
+
+Reference: dsuf.ops.mixes (unfold, fold, mixes), ops.norm.rms_norm, ops.qdq.q8. Bytes: fn once from L2 for each cluster;
+streams and parts (8 + 4 + 2 slots) D a row.
+
+A cluster of blocks shares a row, each block D / blocks columns, a thread two columns of all four streams.
+
+    hand-off                who writes          who waits               reused
+    coefficients            warp 0              the block               never
+    warp sums, block sums   each warp, threads  the block, the cluster  never; the last cluster barrier keeps them alive
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dsuf.kernels.catalogue import Entry, Width
+from dsuf.kernels.lang import Kernel, inline, int32, int64, kernel, regs, s64, uint32, unroll
+from dsuf.kernels.ptx.convert import (
+    as_float,
+    bf16_high,
+    bf16_low,
+    bf16x2,
+    e4m3x2,
+    exp2_approx,
+    fabs,
+    fma,
+    fmax,
+    rcp_approx,
+    rsqrt_approx,
+)
+from dsuf.kernels.ptx.memory import (
+    ldg_f32,
+    ldg_u32,
+    lds_f32,
+    ldw_f32,
+    ldw_u32,
+    ldw_u32x2,
+    shared_base,
+    stg_f32,
+    stg_u8,
+    stg_u16,
+    stg_u32,
+    sts_f32,
+)
+from dsuf.kernels.ptx.sync import (
+    block_index,
+    cluster_address,
+    cluster_arrive,
+    cluster_rank,
+    cluster_wait,
+    ld_cluster_f32,
+    let_next_kernel_start,
+    sync_threads,
+    thread_index,
+    wait_for_previous_kernel,
+)
+from dsuf.kernels.quantise import inverse_scale, max_over, q8_exponent, sum_over
+from dsuf.kernels.stream import scale_stride
+from dsuf.ops.mixes import mixes
+
+STREAMS, ROWS_OF_FN, SUMS = 4, 24, 26
+LOG2_E = 1.4426950408889634
+WARP, GROUP_PAIRS = (1, 2, 4, 8, 16), (1, 2, 4, 8)  # lanes of a warp; lanes of one quantisation group
+
+
+@inline
+def sigmoid(x: Any) -> Any:
+    """1 / (1 + e^-x)."""
+    return rcp_approx(1.0 + exp2_approx(x * -LOG2_E))
+
+
+@inline
+def normalise(c: Any, eps: Any, by_row: Any) -> None:
+    """Divide the 4x4 c[4j + k] by its row or column sums + eps."""
+    for i in unroll(4):
+        if by_row:
+            f = rcp_approx(((c[4 * i] + c[4 * i + 1]) + c[4 * i + 2]) + c[4 * i + 3] + eps)
+            for k in unroll(4):
+                c[4 * i + k] = c[4 * i + k] * f
+        else:
+            f = rcp_approx(((c[i] + c[4 + i]) + c[8 + i]) + c[12 + i] + eps)
+            for k in unroll(4):
+                c[4 * k + i] = c[4 * k + i] * f
+
+
+@inline
+def coefficients(to: Any, sums: Any, scale: Any, base: Any, width: Any, rounds: Any, hc_eps: Any, eps: Any) -> None:
+    """One row's pre [4], post [4], comb [16] to shared memory, from its sums (one thread)."""
+    inverse = rsqrt_approx(ldg_f32(sums + 96) * (1.0 / width) + eps)
+    for j in unroll(8):
+        part = 0 if j < 4 else 4
+        m = ldg_f32(sums + 4 * j) * inverse
+        gate = sigmoid(fma(m, ldw_f32(scale + part), ldw_f32(base + 4 * j)))
+        sts_f32(uint32(to + 4 * j), gate + hc_eps if j < 4 else gate * 2.0)
+    c = regs(16)
+    for j in unroll(16):
+        c[j] = fma(ldg_f32(sums + 32 + 4 * j) * inverse, ldw_f32(scale + 8), ldw_f32(base + 32 + 4 * j))
+    for j in unroll(4):
+        top = fmax(fmax(c[4 * j], c[4 * j + 1]), fmax(c[4 * j + 2], c[4 * j + 3]))
+        for k in unroll(4):
+            c[4 * j + k] = exp2_approx((c[4 * j + k] - top) * LOG2_E)
+        f = rcp_approx(((c[4 * j] + c[4 * j + 1]) + c[4 * j + 2]) + c[4 * j + 3])
+        for k in unroll(4):
+            c[4 * j + k] = fma(c[4 * j + k], f, hc_eps)
+    normalise(c, hc_eps, False)
+    for _ in range(rounds - 1):
+        normalise(c, hc_eps, True)
+        normalise(c, hc_eps, False)
+    for j in unroll(16):
+        sts_f32(uint32(to + 32 + 4 * j), c[j])
+
+
+def make(
+    *, d: int, slots: int, rows: int, cluster: int, rounds: int, hc_eps: float, eps: float, first: bool, tap: bool
+) -> Kernel:
+    """slots: routed experts of a row whose outputs are added (0: only `last`); d a multiple of 32 * cluster."""
+    COLUMNS, SCALES = d // cluster, scale_stride(d)
+    PAIRS = COLUMNS // 2
+    WARPS = -(-PAIRS // 32)
+    THREADS = WARPS * 32
+    AT_WARP, AT_BLOCK, AT_TOTAL = 96, 96 + 4 * SUMS * WARPS, 96 + 4 * SUMS * (WARPS + 1)
+    FLAT = STREAMS * d
+    name = f"seam_{d}_s{slots}_r{rows}" + ("_first" if first else "") + ("_tap" if tap else "")
+
+    @kernel(
+        threads=THREADS, grid=(cluster * rows,), shared=AT_TOTAL + 4 * SUMS, cluster=cluster, name=name
+    )  # fmt: skip
+    def seam(
+        parts: s64, last: s64, streams: s64, sums_in: s64, scale: s64, base: s64, fn: s64, g: s64, x: s64, codes: s64,
+        scales: s64, sums_out: s64, tapped: s64,
+    ) -> None:  # fmt: skip
+        tid = int32(thread_index())
+        lane = int32(tid & 31)
+        warp = int32(tid >> 5)
+        rank = int32(cluster_rank())
+        row = int64(block_index() // cluster)
+        sm = shared_base()
+        if not first:
+            if tid == 0:
+                coefficients(sm, sums_in + row * (4 * SUMS), scale, base, FLAT, rounds, hc_eps, eps)
+            sync_threads()
+        wait_for_previous_kernel()
+        let_next_kernel_start()
+        column = int64(rank * COLUMNS + 2 * tid)
+        at = streams + (row * FLAT + column) * 2
+        low = regs(4, 0.0)
+        high = regs(4, 0.0)
+        u0 = 0.0
+        u1 = 0.0
+        if tid < PAIRS:
+            for j in unroll(4):
+                pair = ldg_u32(at + j * (2 * d))
+                low[j] = bf16_low(pair)
+                high[j] = bf16_high(pair)
+            if first:
+                u0 = low[0]
+                u1 = high[0]
+            else:
+                o0 = 0.0
+                o1 = 0.0
+                for j in unroll(slots):
+                    pair = ldg_u32(parts + ((row * slots + j) * d + column) * 2)
+                    o0 = o0 + bf16_low(pair)
+                    o1 = o1 + bf16_high(pair)
+                pair = ldg_u32(last + (row * d + column) * 2)
+                if slots > 0:
+                    pair = bf16x2(o1 + bf16_high(pair), o0 + bf16_low(pair))
+                o0 = bf16_low(pair)
+                o1 = bf16_high(pair)
+                old = regs(8)
+                for j in unroll(4):
+                    old[j] = low[j]
+                    old[4 + j] = high[j]
+                for k in unroll(4):
+                    post = lds_f32(uint32(sm + 16 + 4 * k))
+                    n0 = post * o0
+                    n1 = post * o1
+                    for j in unroll(4):
+                        mix = lds_f32(uint32(sm + 32 + 16 * j + 4 * k))
+                        n0 = fma(mix, old[j], n0)
+                        n1 = fma(mix, old[4 + j], n1)
+                    pair = bf16x2(n1, n0)
+                    stg_u32(at + k * (2 * d), pair)
+                    low[k] = bf16_low(pair)
+                    high[k] = bf16_high(pair)
+                for k in unroll(4):
+                    pre = lds_f32(uint32(sm + 4 * k))
+                    u0 = fma(pre, low[k], u0)
+                    u1 = fma(pre, high[k], u1)
+                pair = bf16x2(u1, u0)
+                u0 = bf16_low(pair)
+                u1 = bf16_high(pair)
+            if tap:
+                mean0 = ((low[0] + low[1]) + low[2] + low[3]) * 0.25
+                mean1 = ((high[0] + high[1]) + high[2] + high[3]) * 0.25
+                stg_u32(tapped + (row * d + column) * 2, bf16x2(mean1, mean0))
+        # 24 products with fn, the squares of the streams, those of u: over the warp, then the block, then the cluster
+        for i in unroll(SUMS):
+            s = 0.0
+            if i < ROWS_OF_FN:
+                for j in unroll(4):
+                    # threads without a column hold zeros, and read somebody's weights
+                    f = ldw_u32x2(fn + (i * FLAT + j * d + (column if tid < PAIRS else 0)) * 4)
+                    s = fma(as_float(f[0]), low[j], s)
+                    s = fma(as_float(f[1]), high[j], s)
+            if i == ROWS_OF_FN:
+                for j in unroll(4):
+                    s = fma(low[j], low[j], s)
+                    s = fma(high[j], high[j], s)
+            if i == ROWS_OF_FN + 1:
+                s = fma(u1, u1, u0 * u0)
+            total = sum_over(s, WARP)
+            if lane == 0:
+                sts_f32(uint32(sm + AT_WARP + (warp * SUMS + i) * 4), total)
+        sync_threads()
+        if tid < SUMS:
+            s = lds_f32(uint32(sm + AT_WARP + tid * 4))
+            for w in unroll(1, WARPS):
+                s = s + lds_f32(uint32(sm + AT_WARP + (w * SUMS + tid) * 4))
+            sts_f32(uint32(sm + AT_BLOCK + tid * 4), s)
+        sync_threads()
+        cluster_arrive()
+        cluster_wait()
+        if tid < SUMS:
+            mine = uint32(sm + AT_BLOCK + tid * 4)
+            s = ld_cluster_f32(cluster_address(mine, uint32(0)))
+            for b in unroll(1, cluster):
+                s = s + ld_cluster_f32(cluster_address(mine, uint32(b)))
+            sts_f32(uint32(sm + AT_TOTAL + tid * 4), s)
+            if rank == 0:
+                stg_f32(sums_out + (row * SUMS + tid) * 4, s)
+        sync_threads()
+        cluster_arrive()
+        inverse = rsqrt_approx(lds_f32(uint32(sm + AT_TOTAL + 4 * (SUMS - 1))) * (1.0 / d) + eps)
+        if tid < PAIRS:
+            w = ldw_u32(g + column * 2)
+            u0 = u0 * inverse * bf16_low(w)
+            u1 = u1 * inverse * bf16_high(w)
+        pair = bf16x2(u1, u0)
+        u0 = bf16_low(pair)
+        u1 = bf16_high(pair)
+        amax = max_over(fmax(fabs(u0), fabs(u1)), GROUP_PAIRS)
+        e = q8_exponent(amax)
+        f = inverse_scale(e)
+        if tid < PAIRS:
+            stg_u32(x + (row * d + column) * 2, pair)
+            stg_u16(codes + (row * d + column), e4m3x2(u1 * f, u0 * f))
+            if lane & 15 == 0:
+                stg_u8(scales + (row * SCALES + (column >> 5)), e)
+        cluster_wait()
+
+    return seam
+
+
+MOST_ROWS = 48  # of the grid; a launch of fewer rows passes its own
+
+
+def entries(width: Width) -> list[Entry]:
+    """The seams of a checkpoint. A cluster of 8 (the portable most) keeps fn, 2 MB, at 250 KB a block."""
+    spec = width.spec
+    d, routed, drafted = spec.hidden_size, spec.num_experts_per_tok, spec.dspark_num_experts_per_tok
+    found = []
+    for name, slots, first, tap in (
+        ("first", 0, True, False),
+        ("after_attention", 0, False, False),
+        ("after_experts", routed, False, False),
+        ("after_experts_tap", routed, False, True),
+        ("after_draft_experts", drafted, False, False),
+    ):
+        shape = {
+            "d": d, "slots": slots, "rows": MOST_ROWS, "cluster": min(8, d // 32), "rounds": spec.hc_sinkhorn_iters,
+            "hc_eps": spec.hc_eps, "eps": spec.rms_norm_eps, "first": first, "tap": tap,
+        }  # fmt: skip
+        nbytes = 4 * ROWS_OF_FN * STREAMS * d + MOST_ROWS * d * (16 + 2 * (slots + 1) + 3)
+        operations = 2 * MOST_ROWS * d * STREAMS * (ROWS_OF_FN + STREAMS + 2)
+        found.append(Entry(f"seam.{name}/{width.label}", make, shape, width.chips, mixes, nbytes, operations))
+    return found

@@ -1,0 +1,106 @@
+"""The seam between sublayers on the interpreter against ops.mixes, ops.norm and ops.qdq in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dsuf import formats
+from dsuf.kernels import mixes as family
+from dsuf.kernels.stream import scale_stride
+from dsuf.ops import mixes as op
+from dsuf.ops import qdq
+from dsuf.ops.norm import inverse_rms, rms_norm
+from tests.kernels.helpers import assert_near, bf16, execute, values
+
+D, ROUNDS, HC_EPS, EPS = 128, 20, 1e-6, 1e-20
+
+
+class Case:
+    """Random streams, outputs and weights of one seam, with every buffer that a launch writes."""
+
+    def __init__(self, rng: np.random.Generator, rows: int, slots: int, *, first: bool, tap: bool, cluster: int = 4):
+        self.rows, self.slots, self.first, self.cluster, self.tap = rows, slots, first, cluster, tap
+        self.parts, self.last = bf16(rng, rows * max(slots, 1), D), bf16(rng, rows, D)
+        self.streams = bf16(rng, rows, 4, D)
+        if first:
+            self.streams[:] = self.streams[:, :1]
+        self.before = self.streams.copy()
+        self.scale, self.base = rng.uniform(0.5, 2, 3).astype(np.float32), rng.standard_normal(24).astype(np.float32)
+        self.fn = (rng.standard_normal((24, 4 * D)) * 0.05).astype(np.float32)
+        self.previous = (rng.standard_normal((24, 4 * D)) * 0.05).astype(np.float32)  # fn of the seam before
+        self.g = bf16(rng, D)
+        flat = values(self.before).reshape(rows, -1)
+        self.sums_in = np.zeros((rows, family.SUMS), np.float32)
+        self.sums_in[:, :24], self.sums_in[:, 24] = flat @ self.previous.T, (flat * flat).sum(1)
+        self.x, self.codes = np.zeros((rows, D), np.uint16), np.zeros((rows, D), np.uint8)
+        self.scales = np.zeros((rows, scale_stride(D)), np.uint8)
+        self.sums, self.tapped = np.zeros((rows, family.SUMS), np.float32), np.zeros((rows, D), np.uint16)
+
+    def run(self) -> None:
+        kernel = family.make(
+            d=D, slots=self.slots, rows=self.rows, cluster=self.cluster, rounds=ROUNDS, hc_eps=HC_EPS, eps=EPS,
+            first=self.first, tap=self.tap,
+        )  # fmt: skip
+        execute(kernel, [self.parts, self.last, self.streams, self.sums_in, self.scale, self.base, self.fn, self.g,
+                         self.x, self.codes, self.scales, self.sums, self.tapped])  # fmt: skip
+
+    def expected_streams(self) -> tuple[np.ndarray, np.ndarray]:
+        """New streams and the pre that folds them, unrounded."""
+        streams = values(self.before)
+        if self.first:
+            return streams, np.tile([1.0, 0, 0, 0], (self.rows, 1))
+        weights = op.MixWeights(self.previous.T.astype(float), op.repeat_scale(self.scale.astype(float), 4), self.base)
+        mixed = op.mixes(streams, weights, ROUNDS, HC_EPS, EPS)
+        out = values(self.last)
+        if self.slots:
+            out = out + values(self.parts).reshape(self.rows, self.slots, D).sum(1)
+        return op.unfold(formats.round_bf16(out).astype(float), streams, mixed.post, mixed.comb), mixed.pre
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7])
+@pytest.mark.parametrize(("slots", "first", "tap"), [(0, False, False), (2, False, True), (0, True, False)])
+def test_a_seam_agrees_with_the_ops(rows: int, slots: int, first: bool, tap: bool):
+    case = Case(np.random.default_rng(rows + slots), rows, slots, first=first, tap=tap)
+    case.run()
+    streams, pre = case.expected_streams()
+    got = values(case.streams)
+    assert_near(got, streams, 2.0**-8, 1e-5)  # one rounding, and the coefficients' float32 error
+    # what follows is compared from the streams as the kernel stored them
+    folded = formats.round_bf16(op.fold(got, pre)).astype(np.float64)
+    normed = rms_norm(folded, values(case.g), EPS)
+    assert_near(values(case.x), normed, 2.0**-7, 2.0**-9)  # two roundings, the first may fall the other way
+    codes, scales = qdq.q8_encode(values(case.x))
+    assert np.array_equal(case.codes, codes) and np.array_equal(case.scales[:, : D // 32], scales)
+    flat = got.reshape(rows, -1)
+    assert_near(case.sums[:, :24].astype(float), flat @ case.fn.T.astype(float), 1e-5, 1e-4)
+    assert_near(case.sums[:, 24].astype(float), (flat * flat).sum(1), 1e-5)
+    if tap:
+        assert_near(values(case.tapped), got.mean(1), 2.0**-8)
+
+
+def test_coefficients_agree_with_sinkhorn_in_float64():
+    case = Case(np.random.default_rng(3), 2, 0, first=False, tap=False)
+    case.last[:] = 0  # the streams that come out are comb applied to those that went in
+    case.before[:] = case.streams[:] = formats.float32_to_bf16(np.ones((2, 4, D)) * np.array([1, 2, 4, 8])[:, None])
+    flat = values(case.before).reshape(2, -1)
+    case.sums_in[:, :24], case.sums_in[:, 24] = flat @ case.previous.T, (flat * flat).sum(1)
+    m = case.sums_in[:, :24].astype(float) * inverse_rms(flat, EPS)
+    mixed = op.mixes_of(m, op.repeat_scale(case.scale.astype(float), 4), case.base.astype(float), 4, ROUNDS, HC_EPS)
+    case.run()
+    expected = np.einsum("rjk,j->rk", mixed.comb, [1.0, 2, 4, 8])
+    assert_near(values(case.streams)[:, :, 0], expected, 2.0**-8)
+
+
+def test_a_row_is_the_same_bits_in_any_launch():
+    rng = np.random.default_rng(4)
+    whole = Case(rng, 6, 2, first=False, tap=False)
+    one = Case(rng, 1, 2, first=False, tap=False)
+    for name in ("scale", "base", "fn", "previous", "g"):
+        setattr(one, name, getattr(whole, name))
+    one.parts, one.last, one.streams = whole.parts[4:6].copy(), whole.last[2:3].copy(), whole.streams[2:3].copy()
+    one.sums_in = whole.sums_in[2:3].copy()
+    whole.run()
+    one.run()
+    for name in ("streams", "x", "codes", "scales", "sums"):
+        assert np.array_equal(getattr(one, name)[0], getattr(whole, name)[2]), name
