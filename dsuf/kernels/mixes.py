@@ -5,10 +5,10 @@
     u    = bf16(sum_j pre_j X'_j);  x = bf16(u g / sqrt(mean(u^2) + eps));  codes, scales = q8(x)
     sums = fn X' (24 numbers), sum of X'^2                                         of the flattened streams, float32
 
-pre, post, comb come from the sums of the seam before: their Sinkhorn rounds run in this kernel's first lines, before it
-waits for the kernel that makes o, so they cost nothing where that kernel runs long enough and leaves room beside it. That
-is allowed because every kernel lets the next one start only after its own wait: when a kernel begins, all but its direct
-predecessor are done.
+pre, post, comb come from the sums of the seam before: their Sinkhorn rounds run in this kernel's first lines, before
+it waits for the kernel that makes o, so they cost nothing where that kernel runs long enough and leaves room beside it.
+That is allowed because every kernel lets the next one start only after its own wait: when a kernel begins, all but its
+direct predecessor are done.
 
 X bf16 [rows, 4, D] in place; parts bf16 [rows * slots, D], last bf16 [rows, D]; sums float32 [rows, 26] (24, sum of
 X'^2, unused); x bf16 [rows, D], codes e4m3 [rows, D], scales ue8m0 [rows, scale_stride(D)]; fn float32 [24, 4 D].
