@@ -17,7 +17,7 @@ from dsuf.errors import ConfigError, EnvironmentProblem
 
 MAX_NEW_TOKENS = 393_216  # the public API's limit (serving.md 1.6)
 MAX_SEED = 2**63 - 1
-ENVIRONMENT_NAMES = ("DSUF_CACHE", "DSUF_API_KEY")
+ENVIRONMENT_NAMES = ("DSUF_CACHE", "DSUF_API_KEY", "DSUF_SM")
 
 
 def check_number(
@@ -99,6 +99,7 @@ class Environment:
     cache_dir: Path  # DSUF_CACHE, else XDG_CACHE_HOME/dsuf, else ~/.cache/dsuf
     runtime_dir: Path  # XDG_RUNTIME_DIR/dsuf, else dsuf-<uid> in the temporary folder
     api_key: str | None = None  # DSUF_API_KEY
+    sm: str | None = None  # DSUF_SM: chips that `dsuf build` compiles for
     blas_threads: str | None = None  # OPENBLAS_NUM_THREADS, which NumPy's library reads by itself
     unknown: tuple[str, ...] = ()  # DSUF_* names that nothing here reads
 
@@ -113,6 +114,7 @@ def read_environment(environ: dict[str, str] | None = None) -> Environment:
         cache_dir=Path(cache).expanduser(),
         runtime_dir=Path(runtime) / "dsuf" if runtime else Path(tempfile.gettempdir()) / f"dsuf-{os.getuid()}",
         api_key=given.get("DSUF_API_KEY") or None,
+        sm=given.get("DSUF_SM") or None,
         blas_threads=given.get("OPENBLAS_NUM_THREADS") or None,
         unknown=tuple(sorted(n for n in given if n.startswith("DSUF_") and n not in ENVIRONMENT_NAMES)),
     )

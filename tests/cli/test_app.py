@@ -50,11 +50,6 @@ def test_wrong_usage_ends_with_2(arguments, capsys):
     assert capsys.readouterr().err
 
 
-def test_build_says_what_is_missing_and_ends_with_3(capsys):
-    assert app.run_command(["build", "--sm", "sm_103a"]) == 3
-    assert "no GPU kernels" in capsys.readouterr().err
-
-
 def test_an_interrupt_ends_with_130_and_without_a_traceback(monkeypatch, capsys):
     def interrupted(*arguments, **changes):
         raise KeyboardInterrupt
