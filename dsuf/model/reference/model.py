@@ -17,6 +17,7 @@ import numpy as np
 from dsuf.errors import CheckpointError, UsageError
 from dsuf.model.checkpoint import Checkpoint
 from dsuf.model.reference.batch import Batch, checked_ids
+from dsuf.model.reference.blas import use_one_thread
 from dsuf.model.reference.block import Layers, Stream
 from dsuf.model.reference.caches import Caches
 from dsuf.model.reference.drafter import Draft, Drafter, DraftRequest
@@ -71,6 +72,7 @@ class ReferenceModel:
                 f"Engram class map has {len(classes)} tokens, expected {spec.vocab_size}; "
                 "use this checkpoint's tokenizer."
             )
+        use_one_thread()
         ids = np.zeros(spec.vocab_size, np.int64) if classes is None else np.asarray(classes, np.int64)
         chosen = NUMERICS[numerics]
         return cls(spec, chosen, ModelWeights(checkpoint, chosen), ids)
