@@ -61,6 +61,7 @@ class ReferenceModel:
         if numerics not in NUMERICS:
             raise UsageError(f"numerics {numerics!r} found, expected one of {', '.join(NUMERICS)}.")
         spec = checkpoint.spec
+        _check_tables(spec)
         classes = checkpoint.class_map() if class_map is None else class_map
         if classes is None and spec.engram_layer_ids:
             raise CheckpointError(
@@ -169,3 +170,13 @@ class ReferenceModel:
     def joined_taps(self, layers: Layers) -> np.ndarray:
         """The drafter's input [rows, taps * D]."""
         return np.concatenate(layers.taps, axis=1)
+
+
+def _check_tables(spec: Spec) -> None:
+    """Raises CheckpointError where the Engram tables have other sizes than the hash addresses."""
+    needed = tuple(int(primes.sum()) for primes in engram_op.primes_of(spec))
+    if needed != spec.engram_num_embeddings:
+        raise CheckpointError(
+            f"engram_num_embeddings {list(spec.engram_num_embeddings)} found, expected {list(needed)}, the sums of the "
+            "bucket primes that follow from engram_vocab_size; the tables belong to another hash. Correct the config."
+        )
