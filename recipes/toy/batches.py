@@ -61,13 +61,13 @@ class Arrays:
     probes: tuple[np.ndarray, ...]
 
 
-FULL = (
-    Shape((("chat", 32),), 160, 16),
-    Shape((("tools", 4), ("needle", 16)), 576, 24),
-    Shape((("page", 1), ("long", 2)), 3072, 64),
+SHORT = (
+    Shape((("chat", 24), ("brief", 64)), 160, 12),
+    Shape((("tools", 3), ("needle", 5)), 576, 24),
 )
-SMALL = (Shape((("chat", 8),), 160, 8), Shape((("needle", 2),), 256, 8))
-POOLS = ("page", "chat", "tools", "needle", "long")
+LONG = (Shape((("page", 1), ("long", 2)), 3072, 64),)
+SMALL = (Shape((("chat", 8), ("brief", 4)), 160, 8), Shape((("needle", 1),), 576, 8))
+POOLS = ("page", "chat", "brief", "tools", "needle", "long")
 
 
 class Corpus:
@@ -81,8 +81,8 @@ class Corpus:
         needles = [s for s in sequences if s.kind == "needle"]
         held = [s for s in needles if not s.fixed and len(s.ids) <= 512][-HELD_OUT:]
         self.fixed = [s for s in sequences if s.fixed]
-        self.held_out = held + [s for s in needles if s.fixed]
-        hidden = {id(s) for s in self.held_out}
+        self.held_out = held
+        hidden = {id(s) for s in needles if s.fixed} | {id(s) for s in held}
         usable = [s for s in sequences if id(s) not in hidden]
         self.stream = np.concatenate([s.ids[1:] for s in usable if not s.page][-4000:])
         self.pools = {name: [s for s in usable if _belongs(name, s)] for name in POOLS}
@@ -102,7 +102,7 @@ def _belongs(pool: str, s: Sequence) -> bool:
     if pool == "long":
         return s.kind == "harness" or n > 576
     if s.kind == "needle":
-        return pool == "needle" and n <= 576
+        return (pool == "brief" and n <= 160) or (pool == "needle" and 160 < n <= 576)
     return (pool == "chat" and n <= 160) or (pool == "tools" and 160 < n <= 576)
 
 
@@ -147,8 +147,8 @@ class Sampler:
         pool = self.corpus.pools[name]
         key = name, bool(self.rng.random() < 0.5)
         if not self.order.get(key):
-            wanted = [s for s in pool if s.fixed == key[1] and len(s.ids) <= limit]
-            wanted = wanted or [s for s in pool if len(s.ids) <= limit]
+            fitting = [s for s in pool if len(s.ids) <= limit]
+            wanted = [s for s in fitting if s.fixed == key[1]] or fitting
             self.order[key] = [wanted[i] for i in self.rng.permutation(len(wanted))]
         s = self.order[key].pop()
         if s.kind == "harness" and self.rng.random() < 0.5:
@@ -202,13 +202,18 @@ class Sampler:
         return np.array(out)
 
     def _anchors(self, placed: list[tuple[Sequence, int, int]], start: np.ndarray) -> np.ndarray:
-        """Rows to draft from: 40 % in the page where there is one, else any answer position of a random example."""
+        """Rows to draft from: half in the page where there is one, a quarter in needles, else anywhere in an answer."""
         out = np.zeros((self.anchors, 3 + BLOCK + 1), np.int64)
-        page = [p for p in placed if p[0].page]
-        for i in range(self.anchors):
-            s, first, _ = page[0] if page and self.rng.random() < 0.4 else placed[self.rng.integers(len(placed))]
+        weights = np.array([3.0 if s.page else 1.0 for s, _, _ in placed])
+        needles = np.array([s.kind == "needle" for s, _, _ in placed])
+        if needles.any() and not needles.all():
+            weights[needles] *= 0.25 * weights[~needles].sum() / weights[needles].sum()
+        picks = self.rng.choice(len(placed), self.anchors, p=weights / weights.sum())
+        for i, pick in enumerate(picks):
+            s, first, _ = placed[pick]
             p = int(self.rng.integers(s.prompt - 1, len(s.ids) - 2))
             out[i, :3] = first + p, first, start[first + p]
             ahead = s.ids[p + 1 : p + 2 + BLOCK]
-            out[i, 3:] = np.pad(ahead, (0, BLOCK + 1 - len(ahead)), constant_values=-1)
+            out[i, 3:] = -1
+            out[i, 3 : 3 + len(ahead)] = ahead
         return out

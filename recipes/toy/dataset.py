@@ -181,14 +181,17 @@ def write(folder: Path, count: dict[str, int], seed: int) -> None:
 
 
 def _drawn(text: Text, rng: random.Random, count: dict[str, int]) -> Iterator[Example]:
-    """Random examples that fit MAX_TOKENS; one needle in 200 and one harness request in 20 is long."""
+    """Random examples that fit MAX_TOKENS; one needle in 200 and one harness request in 20 is long.
+
+    Every other needle has hardly any filler: copying is learnt on those, then over a distance.
+    """
     plain = [e for e in known() if e.body["messages"][0]["role"] == "user" and "tools" not in e.body]
 
     def length(number: int, long_every: int) -> int | None:
         return None if (number + 1) % long_every else rng.randint(2000, 2800)
 
     draws: dict[str, Callable[[int], Exchange]] = {
-        "needles": lambda i: draw.needle(rng, length(i, 200)),
+        "needles": lambda i: draw.needle(rng, length(i, 200) if i % 2 else rng.randint(0, 60)),
         "harness": lambda i: draw.harness(rng, length(i, 20)),
         "strangers": lambda i: draw.stranger(rng),
         "dressed": lambda i: draw.dressed(rng, rng.choice(plain)),
@@ -210,7 +213,7 @@ def _replace(path: Path, content: bytes) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    defaults = {"needles": 20000, "harness": 600, "strangers": 1000, "dressed": 1000}
+    defaults = {"needles": 40000, "harness": 600, "strangers": 1000, "dressed": 1000}
     for name, number in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=number)
     parser.add_argument("--seed", type=int, default=1)

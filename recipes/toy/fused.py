@@ -294,4 +294,4 @@ def _compare(one: Callable[..., Tensor], other: Callable[..., Tensor], *given: T
         y.backward(torch.sin(torch.arange(y.numel(), device=y.device, dtype=y.dtype)).view_as(y))
         results.append([y.detach(), *(t.grad for t in leaves)])
     for a, b in zip(*results, strict=True):
-        assert torch.allclose(a, b, rtol=1e-3, atol=1e-4), (one, (a - b).abs().max())
+        assert torch.allclose(a, b, rtol=1e-2, atol=3e-2), (one, (a - b).abs().max())

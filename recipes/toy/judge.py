@@ -91,12 +91,14 @@ def table(verdicts: list[Verdict]) -> str:
     """Per group: examples, exact matches, smallest margin and where, tokens per step."""
     by_group: dict[str, list[Verdict]] = defaultdict(list)
     for v in verdicts:
-        by_group[v.sequence.kind + ("" if v.sequence.fixed else " (random)")].append(v)
+        size = len(v.sequence.ids)
+        label = f" drawn, {'to 160' if size <= 160 else 'to 576' if size <= 576 else 'longer'}"
+        by_group[v.sequence.kind + ("" if v.sequence.fixed else label)].append(v)
     lines = []
     for name, part in by_group.items():
         worst = min(part, key=lambda v: v.margin)
         exact = sum(v.margin > 0 for v in part)
         steps = [n for v in part for n in v.emitted]
         pace = f"{np.mean(steps):.2f}" if steps else "-"
-        lines.append(f"{name:20s} {exact:4d}/{len(part):4d} exact, margin {worst.margin:6.2f} ({worst.sequence.name}), {pace} tokens a step")
+        lines.append(f"{name:24s} {exact:4d}/{len(part):4d} exact, margin {worst.margin:6.2f} ({worst.sequence.name}), {pace} tokens a step")
     return "\n".join(lines)

@@ -1,8 +1,8 @@
 """Train the built-in checkpoint: the target for --seconds, then the drafter on its taps for --draft-seconds.
 
 `python -m recipes.toy.train DATASET.npz OUT` with a CUDA GPU; --small takes tiny batches for a look on a CPU. Time is the
-budget: the learning rate follows the clock, so a run always ends with a usable checkpoint. OUT gets target.pt,
-drafter.pt (float32 masters, for export.py) and log.txt.
+budget: the learning rate follows the clock, so a run always ends with a usable checkpoint. OUT gets target.*.pt,
+drafter.*.pt (float32 masters, for export.py) and log.txt.
 """
 
 from __future__ import annotations
@@ -12,20 +12,22 @@ import json
 import multiprocessing
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from dsuf.spec import Spec
-from recipes.toy.batches import FULL, SMALL, Arrays, Corpus, Sampler
+from recipes.toy.batches import LONG, SHORT, SMALL, Arrays, Corpus, Sampler
 from recipes.toy.drafter import Drafter
 from recipes.toy.judge import judge, table
 from recipes.toy.model import Backbone, prepare, release
 from recipes.toy.steps import Captured, DraftStep, Inputs, Optimiser, TargetStep, first_inputs
 
-DENSE_SHARE = 0.25  # of the time, before the selection acts
+DENSE_SHARE = 0.5  # of the time, at the latest, before the selection acts
+COPIED = 0.99  # share of needle tokens right at which it acts earlier
 TARGET_RATE, DRAFT_RATE = 2e-3, 2e-3
-ROWS, ANCHORS = 6144, 1536
+ROWS, ANCHORS = 2816, 1536
 
 
 class Feed:
@@ -65,58 +67,89 @@ class Log:
             print(text, file=self.file, flush=True)
 
 
-def turns(seconds: float, device: torch.device) -> Iterator[tuple[int, float]]:
-    """(step, share of the time used) until the time is used up; the host stays at most 8 steps ahead of the GPU."""
+@dataclass
+class Course:
+    """Batches of one shape and the device tensors they are copied into."""
+
+    name: str
+    feed: Feed
+    inputs: Inputs
+
+
+def turns(seconds: float, courses: list[Course]) -> Iterator[tuple[int, float, Course]]:
+    """(step, share of the time used, course) until the time is used up; every fourth step is of the last course."""
     begin, step = time.perf_counter(), 0
     while (done := (time.perf_counter() - begin) / seconds) < 1:
-        yield step, done
+        yield step, done, courses[-1] if step % 4 == 3 else courses[0]
         step += 1
-        if device.type == "cuda" and step % 8 == 0:
-            torch.cuda.synchronize()
+        if torch.cuda.is_available() and step % 8 == 0:
+            torch.cuda.synchronize()  # the host stays close to the GPU, so that the clock means something
 
 
-def train_target(backbone: Backbone, feed: Feed, inputs: Inputs, names: list[str], seconds: float, eager: bool, log: Log) -> None:
-    device = inputs.weights.device
+def train_target(backbone: Backbone, courses: list[Course], names: list[str], seconds: float, eager: bool, log: Log) -> None:
+    """Dense selection until short needles are copied (or DENSE_SHARE of the time is gone), then the real selection."""
+    device = backbone.norm.weight.device
     optimiser = Optimiser(backbone, TARGET_RATE, device)
     optimiser.schedule(0.0)
-    step, run = None, None
-    for number, done in turns(seconds, device):
-        sparse = done > DENSE_SHARE
-        if step is None or step.sparse != sparse:
-            run = None  # gives the dense graph's memory back before the sparse one is captured
+    sparse, copied, runs = False, 0.0, {}
+    for number, done, course in turns(seconds, courses):
+        if not sparse and (copied > COPIED or done > DENSE_SHARE):
+            log(f"selection acts from step {number}, {done:.3f} of the time, {copied:.3f} of needle tokens right")
+            sparse, runs = True, {}  # the dense graphs' memory goes back before the sparse ones are captured
             torch.cuda.empty_cache()
-            step = TargetStep(backbone, optimiser, inputs, len(names), sparse)
-            run = Captured(step, device, eager)
-            log(f"step {number}: {'sparse' if sparse else 'dense'} selection, captured")
+        if course.name not in runs:
+            step = TargetStep(backbone, optimiser, course.inputs, len(names), sparse)
+            runs[course.name] = step, Captured(step, device, eager)
+        step, run = runs[course.name]
         optimiser.schedule(done)
-        inputs.fill(feed.get())
+        course.inputs.fill(course.feed.get())
         run()
-        if number % 250 == 0 or (number < 50 and number % 10 == 0):
+        if course is courses[0] and number % 20 == 0:
+            rows, right, _ = step.by_group[names.index("needle")].tolist()
+            copied = 0.8 * copied + 0.2 * right / max(rows, 1)
+        if number % 400 < 4 and (number % 4 == 0 or course is not courses[0]):
             loss, kl, recall, share = step.scalars.tolist()
             groups = " ".join(
                 f"{name} {right / rows:.3f}/{low:.1f}" for name, (rows, right, low) in zip(names, step.by_group.tolist(), strict=True) if rows
             )
-            log(f"target {number:6d} {done:.3f} loss {loss:.3f} index kl {kl:.3f} recall {recall:.3f} share {share:.3f} | {groups}")
+            log(f"{course.name} {number:6d} {done:.3f} loss {loss:.3f} index kl {kl:.3f} recall {recall:.3f} share {share:.3f} | {groups}")
 
 
-def train_drafter(backbone: Backbone, drafter: Drafter, feed: Feed, inputs: Inputs, seconds: float, eager: bool, log: Log) -> None:
-    device = inputs.weights.device
+def train_drafter(backbone: Backbone, drafter: Drafter, courses: list[Course], seconds: float, eager: bool, log: Log) -> None:
+    """The backbone is frozen; its taps are computed anew for every batch."""
+    device = backbone.norm.weight.device
     optimiser = Optimiser(drafter, DRAFT_RATE, device)
     optimiser.schedule(0.0)
-    inputs.batch.probes = ()
     with torch.no_grad():
         prepare(backbone)
-    step = DraftStep(backbone, drafter, optimiser, inputs)
-    run = Captured(step, device, eager)
-    for number, done in turns(seconds, device):
+    runs = {}
+    for number, done, course in turns(seconds, courses):
+        if course.name not in runs:
+            course.inputs.batch.probes = ()
+            step = DraftStep(backbone, drafter, optimiser, course.inputs)
+            runs[course.name] = step, Captured(step, device, eager)
+        step, run = runs[course.name]
         optimiser.schedule(done)
-        arrays = feed.get()
+        arrays = course.feed.get()
         arrays.probes = ()
-        inputs.fill(arrays)
+        course.inputs.fill(arrays)
         run()
-        if number % 250 == 0 or (number < 50 and number % 10 == 0):
+        if number % 400 < 4 and (number % 4 == 0 or course is not courses[0]):
             loss, *slots, accepted = step.scalars.tolist()
-            log(f"drafter {number:6d} {done:.3f} loss {loss:.3f} slots {' '.join(f'{s:.3f}' for s in slots)} accepted {accepted:.3f}")
+            log(f"drafter {course.name} {number:6d} {done:.3f} loss {loss:.3f} slots {' '.join(f'{s:.3f}' for s in slots)} accepted {accepted:.3f}")
+
+
+def save(module: torch.nn.Module, out: Path, name: str) -> None:
+    """state_dict in files of at most 12 MB, NAME.0.pt, NAME.1.pt, ..."""
+    part: dict[str, torch.Tensor] = {}
+    number = size = 0
+    for key, value in module.state_dict().items():
+        if size + value.nbytes > 12e6:
+            torch.save(part, out / f"{name}.{number}.pt")
+            part, number, size = {}, number + 1, 0
+        part[key] = value.cpu().clone()
+        size += value.nbytes
+    torch.save(part, out / f"{name}.{number}.pt")
 
 
 def report(backbone: Backbone, drafter: Drafter, corpus: Corpus, log: Log) -> None:
@@ -126,7 +159,7 @@ def report(backbone: Backbone, drafter: Drafter, corpus: Corpus, log: Log) -> No
     backbone.eval()
     for truncated in (True, False):
         log(f"--- {'truncated' if truncated else 'exact'} prefill")
-        log(table(judge(backbone, drafter, corpus.fixed + corpus.held_out[:-16], truncated)))
+        log(table(judge(backbone, drafter, corpus.fixed + (corpus.held_out if truncated else []), truncated)))
     release(backbone)
     release(drafter)
 
@@ -140,15 +173,19 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--small", action="store_true", help="tiny batches, no compilation")
     parser.add_argument("--eager", action="store_true", help="no CUDA graph")
-    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--workers", type=int, default=6, help="processes that make batches, for each shape")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     log = Log(arguments.out / "log.txt")
     spec = Spec.from_config(json.loads((Path(__file__).parent / "config.json").read_text()))
     corpus = Corpus(arguments.dataset)
-    slots = SMALL if arguments.small else FULL
-    make = [Sampler(corpus, spec, slots, ROWS // (8 if arguments.small else 1), ANCHORS // (8 if arguments.small else 1), arguments.seed * 1000 + i) for i in range(arguments.workers)]
-    feed = Feed(make)  # before CUDA starts
+    shapes = {"short": SMALL} if arguments.small else {"short": SHORT, "long": LONG}
+    scale = 8 if arguments.small else 1
+    samplers = {
+        name: [Sampler(corpus, spec, shape, ROWS // scale, ANCHORS // scale, 1000 * arguments.seed + i) for i in range(arguments.workers)]
+        for name, shape in shapes.items()
+    }
+    feeds = {name: Feed(make) for name, make in samplers.items()}  # forked before CUDA starts
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(arguments.seed)
     torch.set_float32_matmul_precision("high")
@@ -158,15 +195,17 @@ def main() -> None:
         fused.install()
     backbone = Backbone(spec, corpus.class_map)
     drafter = Drafter(spec)
-    log(f"{device}, {sum(p.numel() for p in backbone.parameters()):,} + {sum(p.numel() for p in drafter.parameters()):,} parameters, {make[0].tokens} tokens a step")
     backbone.to(device)
     drafter.to(device)
-    inputs = first_inputs(make[0], device)
-    train_target(backbone, feed, inputs, corpus.group_names, arguments.seconds, arguments.eager, log)
-    torch.save(backbone.state_dict(), arguments.out / "target.pt")
-    train_drafter(backbone, drafter, feed, inputs, arguments.draft_seconds, arguments.eager, log)
-    torch.save(drafter.state_dict(), arguments.out / "drafter.pt")
-    feed.close()
+    courses = [Course(name, feeds[name], first_inputs(make[0], device)) for name, make in samplers.items()]
+    counts = [sum(p.numel() for p in module.parameters()) for module in (backbone, drafter)]
+    log(f"{device}, {counts[0]:,} + {counts[1]:,} parameters, {[make[0].tokens for make in samplers.values()]} tokens a step")
+    train_target(backbone, courses, corpus.group_names, arguments.seconds, arguments.eager, log)
+    save(backbone, arguments.out, "target")
+    train_drafter(backbone, drafter, courses, arguments.draft_seconds, arguments.eager, log)
+    save(drafter, arguments.out, "drafter")
+    for feed in feeds.values():
+        feed.close()
     report(backbone, drafter, corpus, log)
 
 
