@@ -140,6 +140,19 @@ def fp8_chunk_bf16(
 
 
 @inline
+def bf16_chunk(acc: Any, at: Any, tiles: Any, groups: Any, lane: Any, x: Any, x_step: Any, staged: Any) -> None:
+    """acc[c] += the bf16 chunk at `at` times bf16 activations; no scales, so the tensor core keeps the sums."""
+    for q in unroll(groups):
+        a0 = lds_u32x4(uint32(at + q * 1024 + lane * 16))
+        a1 = lds_u32x4(uint32(at + q * 1024 + 512 + lane * 16))
+        for c in unroll(tiles):
+            at_x = x + (c * x_step + q * 64)
+            b = lds_u32x4(uint32(at_x)) if staged else ldg_u32x4(at_x)
+            acc[c] = mma_bf16(a0, (b[0], b[1]), acc[c])
+            acc[c] = mma_bf16(a1, (b[2], b[3]), acc[c])
+
+
+@inline
 def fp4_chunk(
     acc: Any, first: Any, count: Any, at: Any, size: Any, groups: Any, lane: Any, expand: Any, x: Any, s0: Any, s1: Any,
     staged: Any,
