@@ -7,15 +7,16 @@ queue. It decides alone where a sequence ends (EOS, budget), because on a GPU th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from dsuf.engine.messages import FinishReason, TokenLogprobs
 from dsuf.engine.sequence import Sequence, StepRecord
 
 Progress = Callable[[str, float], None]  # what is being loaded, share of it done 0..1
+Buffer: TypeAlias = memoryview | bytearray  # bytes of the host
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,16 @@ class Limits:
     vocab_size: int
     max_context: int  # prompt and emitted tokens of one sequence
     draft_len: int  # drafts of a block
+    max_rows: int = 48  # of one decode step, drafts included
+    cache_pages: int | None = None  # that all sequences share, enough for one of max_context; None: no bound
+    page_bytes: int = 0  # of a cache page in a snapshot; 0: this backend cannot take snapshots
+    snapshot_bytes: int = 0  # of what a snapshot holds beside the pages
+    resume_step: int = 1  # snapshots are taken at multiples of this position
+
+    @property
+    def lookahead(self) -> int:
+        """Tokens beyond the emitted ones that a sequence may write: two queued steps."""
+        return 2 * (self.draft_len + 1)
 
 
 @dataclass(frozen=True)
@@ -52,7 +63,12 @@ class StepCounts:
 
 
 class Backend(Protocol):
-    """Memory and arithmetic of all sequences; called from one thread."""
+    """Memory and arithmetic of all sequences; called from one thread.
+
+    Memory for pages never runs short inside a backend: the engine sees to it that the sequences which have a cache need
+    at most `limits.cache_pages` together, a sequence in prefill being counted with its whole prompt, each with
+    `limits.lookahead` tokens more than it has.
+    """
 
     @property
     def limits(self) -> Limits:
@@ -67,7 +83,9 @@ class Backend(Protocol):
         """Put up to `rows` more prompt rows in the cache and count them in `sequence.prefilled`.
 
         Works in passes of its own size, at least one, and starts no further one after `budget_s`. True when the
-        prompt is complete: the first token then comes out of `poll`. The first call makes the sequence's cache.
+        prompt is complete: the first token then comes out of `poll`. The first call makes the sequence's cache, unless
+        `restore` did. Returns when the passes have run: the time until then is what the scheduler shares out.
+        Truncated prefill runs the decoder's tail at every multiple of `EngineOptions.resume_every` too.
         """
         ...
 
@@ -80,11 +98,38 @@ class Backend(Protocol):
         ...
 
     def rewind(self, sequence: Sequence, position: int) -> None:
-        """Go back until the token at `position` is the last emitted one; at most 24 positions."""
+        """Go back until the token at `position` is the last emitted one; at most 24 positions.
+
+        Not before the position where the sequence was restored.
+        """
+        ...
+
+    def snapshot(self, sequence: Sequence, position: int, pages: Mapping[int, Buffer], state: Items[Buffer]) -> int:
+        """Queue copying out what the first `position` tokens left in the cache; the number of the copy.
+
+        `position` is a multiple of `limits.resume_step`, at most 24 behind the last emitted token and not before where
+        the sequence was restored. `pages` are the wanted ones by number, [page_bytes] each; the bytes of the snapshot
+        fill the parts of `state` in order. What is emitted but not polled yet does not matter. Layout: dsuf/layout.py.
+        """
+        ...
+
+    def restore(self, sequence: Sequence, position: int, pages: Items[Buffer], state: Items[Buffer]) -> int:
+        """Queue making the cache of a sequence that has none from all pages of `position` tokens and their snapshot.
+
+        The number of the copy. Prefill goes on at `position`; for a sequence that has emitted already, the tokens from
+        there to the last but one are run again through the decode path, and it goes on as if it had stayed.
+        """
+        ...
+
+    def copied(self) -> int:
+        """Number of the latest copy that has ended, as have all before it: their buffers are free or full."""
         ...
 
     def release(self, sequence: Sequence) -> None:
-        """Give back the sequence's memory, whatever it is doing; later `poll`s say nothing of it."""
+        """Give back the sequence's memory, whatever it is doing; later `poll`s say nothing of it.
+
+        Copies that were queued before still get their bytes.
+        """
         ...
 
     def counts(self) -> StepCounts:

@@ -7,18 +7,20 @@ keep the rows that lead to what was emitted. Everything is done when `enqueue` r
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from dsuf.engine.backend import Emitted, Limits, Progress, StepCounts
+from dsuf.engine.backend import Buffer, Emitted, Limits, Progress, StepCounts
 from dsuf.engine.choose import Drafting, choose_tokens, drafts_to_judge, logprobs_of
 from dsuf.engine.options import EngineOptions
 from dsuf.engine.sequence import Sequence, StepRecord
 from dsuf.errors import ConfigError
+from dsuf.layout import PAGE_TOKENS
 from dsuf.model.checkpoint import Checkpoint
+from dsuf.model.reference import snapshot
 from dsuf.model.reference.model import Block, Caches, DraftRequest, ReferenceModel
 from dsuf.spec import Spec
 
@@ -51,12 +53,24 @@ class CpuBackend:
         self._caches: dict[str, Caches] = {}
         self._emitted: list[Emitted] = []
         self._counts = StepCounts()
+        self._copies = 0
 
     @property
     def limits(self) -> Limits:
-        spec = self._model.spec
-        context = self._options.max_context or spec.max_position_embeddings
-        return Limits("cpu", spec.vocab_size, context, spec.dspark_block_size)
+        spec, sizes, room = self._model.spec, self._sizes(), self._options.cache_tokens
+        limits = Limits(
+            backend="cpu",
+            vocab_size=spec.vocab_size,
+            max_context=self._options.max_context or spec.max_position_embeddings,
+            draft_len=spec.dspark_block_size,
+            cache_pages=None if room is None else room // PAGE_TOKENS,
+            page_bytes=sizes.page_bytes,
+            snapshot_bytes=sizes.snapshot_bytes,
+            resume_step=sizes.step,
+        )
+        if limits.cache_pages is None:
+            return limits
+        return replace(limits, max_context=min(limits.max_context, limits.cache_pages * PAGE_TOKENS - limits.lookahead))
 
     def load(self, progress: Progress) -> None:
         progress("checkpoint", 0.0)
@@ -74,8 +88,9 @@ class CpuBackend:
         if sequence.id not in self._caches:
             self._caches[sequence.id] = self._model.new_caches()
         deadline = time.monotonic() + budget_s
+        every = self._options.resume_every
         while rows > 0:
-            count = min(self._options.prefill_chunk, rows)
+            count = min(self._options.prefill_chunk, rows, every - sequence.prefilled % every)
             logits = self._prefill_chunk(sequence, count)
             if logits is not None:
                 _, tokens = choose_tokens(sequence, logits[None])
@@ -106,6 +121,28 @@ class CpuBackend:
         self._model.rewind(self._caches[sequence.id], position)
         del sequence.emitted[position - sequence.prompt_len + 1 :]
 
+    def snapshot(self, sequence: Sequence, position: int, pages: Mapping[int, Buffer], state: Items[Buffer]) -> int:
+        self._save(self._caches[sequence.id], position, pages, state)
+        self._copies += 1
+        return self._copies
+
+    def restore(self, sequence: Sequence, position: int, pages: Items[Buffer], state: Items[Buffer]) -> int:
+        caches = self._model.new_caches()
+        self._load(caches, position, pages, state)
+        self._caches[sequence.id] = caches
+        sequence.prefilled = min(position, sequence.prompt_len)
+        if sequence.emitted:
+            again = [*sequence.request.prompt_ids, *sequence.emitted][position : sequence.last_position]
+            if again:
+                self._model.forward([Block(caches, again)])
+                self._model.commit(caches, len(again))
+            sequence.prefilled = sequence.prompt_len
+        self._copies += 1
+        return self._copies
+
+    def copied(self) -> int:
+        return self._copies
+
     def release(self, sequence: Sequence) -> None:
         self._caches.pop(sequence.id, None)
         self._emitted = [item for item in self._emitted if item.sequence is not sequence]
@@ -118,6 +155,15 @@ class CpuBackend:
             "weights": self._weight_bytes,
             "caches": sum(caches.nbytes for caches in self._caches.values()),
         }
+
+    def _sizes(self) -> snapshot.Sizes:
+        return snapshot.Sizes.of(self._model.spec, self._model.numerics)
+
+    def _save(self, caches: Caches, position: int, pages: Mapping[int, Buffer], state: Items[Buffer]) -> None:
+        snapshot.save(caches, position, pages, state)
+
+    def _load(self, caches: Caches, position: int, pages: Items[Buffer], state: Items[Buffer]) -> None:
+        snapshot.load(caches, position, pages, state)
 
     def _expert_reads(self) -> tuple[int, ...]:
         weights = self._model.weights
@@ -139,7 +185,8 @@ class CpuBackend:
         every = trace is not None and trace.keep_prompt_argmax and mode == "exact"
         first, final = sequence.prefilled, count == sequence.prompt_left
         ids = sequence.request.prompt_ids[first : first + count]
-        done = self._model.prefill(self._caches[sequence.id], ids, final=final, mode=mode, every_logit=every)
+        tail = final or (mode == "truncated" and (first + count) % self._options.resume_every == 0)
+        done = self._model.prefill(self._caches[sequence.id], ids, final=tail, mode=mode, every_logit=every)
         sequence.prefilled += count
         if every:
             trace.prompt_argmax = (trace.prompt_argmax or []) + [int(token) for token in done.argmax]

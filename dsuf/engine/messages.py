@@ -38,14 +38,18 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag="request"):
     min_tokens: int = 0  # no EOS can be chosen before this many tokens
     draft: bool | None = None  # None: the engine's default
     verify: int | None = None  # drafts verified in a step, 0..block; None: the engine's default
-    constraint: str | None = None  # JSON schema or regex; refused until the grammar part exists
-    priority: int = 0  # refused unless 0 until the scheduler has priorities
+    constraint: str | None = None  # what the engine's constraint factory makes a Constraint of; None: free text
+    priority: int = 0  # 0..9; higher ones are served first among short prompts
+    segments: list[tuple[int, bytes]] = []  # prompt tokens up to a special token's end, digest of the text up to there
+    lease: bytes = b""  # the saved prefix that the caller found, as the cache tier names it
+    tenant: str = ""  # whose saved prefixes may be used
 
 
-class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+class Cancel(msgspec.Struct, frozen=True, omit_defaults=True, tag="cancel"):
     """End a request wherever it is; an id that has finished already is not an error."""
 
     id: str
+    keep: int | None = None  # emitted tokens that are of use (a stop string came late); None: all
 
 
 class StatusRequest(msgspec.Struct, frozen=True, tag="status"):
@@ -111,7 +115,10 @@ class Finished(msgspec.Struct, frozen=True, omit_defaults=True, tag="finished"):
 
 
 class Rejected(msgspec.Struct, frozen=True, omit_defaults=True, tag="rejected"):
-    """Over the pipe only: `submit` refused the request; in-process the error is raised instead."""
+    """The only event of a request that cannot run: `submit` refused it, or its constraint did not compile.
+
+    In-process `submit` raises its own refusals instead.
+    """
 
     id: str
     kind: str  # class name in dsuf.errors; `as_error` makes the exception
@@ -124,6 +131,7 @@ class Status(msgspec.Struct, frozen=True, omit_defaults=True, tag="status"):
     ready: bool
     running: int = 0  # sequences in prefill or decode
     waiting: int = 0  # sequences not yet started
+    parked: int = 0  # sequences set aside in host memory until there is room again
     waiting_tokens: int = 0  # prompt tokens still to be processed, of all sequences
     context_tokens: int = 0  # tokens held in caches
     rows: int = 0  # rows of the latest decode step

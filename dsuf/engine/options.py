@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from dsuf.errors import ConfigError
+from dsuf.layout import PAGE_TOKENS
 
 NUMERICS = ("exact32", "qdq32", "qdq64", "bf16")
 
@@ -25,8 +26,12 @@ class EngineOptions:
     max_sequences: int = 8  # in prefill or decode at once; the others wait
     prefill_chunk: int = 64  # prompt rows of one pass; on a CPU more are not faster and keep streams waiting longer
     prefill_budget_s: float = 0.05  # a turn starts no further pass after this long
+    resume_every: int = 8192  # snapshots inside long prompts and replies; truncated prefill runs its tail there too
+    cache_tokens: int | None = None  # room in the caches for all sequences together; None: what the machine has
+    park_bytes: int = 1 << 30  # host memory for sequences that are set aside when caches run short
 
     def __post_init__(self) -> None:
+        self._check_caches()
         _check(self.numerics in NUMERICS, "numerics", self.numerics, f"one of {', '.join(NUMERICS)}")
         _check(self.prefill in ("exact", "truncated"), "prefill", self.prefill, "exact or truncated")
         _check(
@@ -55,6 +60,21 @@ class EngineOptions:
             "1 to 65536 rows",
         )
         _check(0.0 <= self.prefill_budget_s <= 60.0, "prefill_budget_s", self.prefill_budget_s, "0 to 60 seconds")
+
+    def _check_caches(self) -> None:
+        _check(
+            _is_int(self.resume_every) and self.resume_every >= PAGE_TOKENS and self.resume_every % PAGE_TOKENS == 0,
+            "resume_every",
+            self.resume_every,
+            f"a multiple of {PAGE_TOKENS} tokens",
+        )
+        _check(
+            self.cache_tokens is None or (_is_int(self.cache_tokens) and self.cache_tokens >= PAGE_TOKENS),
+            "cache_tokens",
+            self.cache_tokens,
+            f"at least {PAGE_TOKENS} tokens, or nothing for what the machine has",
+        )
+        _check(_is_int(self.park_bytes) and self.park_bytes >= 0, "park_bytes", self.park_bytes, "0 or more bytes")
 
 
 def _is_int(value: object) -> bool:

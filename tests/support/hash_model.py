@@ -15,6 +15,8 @@ import numpy as np
 from dsuf.engine.cpu import CpuBackend
 from dsuf.engine.engine import Engine
 from dsuf.engine.options import EngineOptions
+from dsuf.layout import PAGE_TOKENS
+from dsuf.model.reference.snapshot import Sizes
 
 VOCAB, BLOCK = 12, 5
 
@@ -91,6 +93,19 @@ class HashBackend(CpuBackend):
 
     def load(self, progress, model: HashModel | None = None) -> None:
         self._model, self._weight_bytes = model or HashModel(), 0
+
+    def _sizes(self) -> Sizes:
+        return Sizes(page_bytes=PAGE_TOKENS, snapshot_bytes=8, step=2)
+
+    def _save(self, caches, position, pages, state) -> None:
+        assert position % 2 == 0 and 0 <= caches.length - position <= 24
+        for number, buffer in pages.items():
+            buffer[:] = bytes(caches.ids[:position][number * PAGE_TOKENS :][:PAGE_TOKENS]).ljust(PAGE_TOKENS, b"\0")
+        state[0][:8] = position.to_bytes(8, "little")
+
+    def _load(self, caches, position, pages, state) -> None:
+        assert not caches.ids and int.from_bytes(state[0][:8], "little") == position
+        caches.ids = list(b"".join(pages)[:position])
 
 
 def hash_engine(model: HashModel | None = None, **options) -> Engine:

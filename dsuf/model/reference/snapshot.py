@@ -11,16 +11,35 @@ and drafter stages, rows before decoder_start.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 
 from dsuf.errors import NotSupported, UsageError
-from dsuf.layout import SnapshotLayout, SourceLayout, pages_for, resume_step
+from dsuf.layout import PageLayout, SnapshotLayout, SourceLayout, pages_for, resume_step
 from dsuf.model.reference.caches import REWIND_TOKENS, Caches
+from dsuf.ops.numerics import Numerics
 from dsuf.ops.qdq import q8_decode, q8_encode
+from dsuf.spec import Spec
 
 Buffer: TypeAlias = memoryview | bytearray | np.ndarray
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of a page and of a snapshot, and the step of the positions at which they can be taken; 0 bytes: never."""
+
+    page_bytes: int
+    snapshot_bytes: int
+    step: int
+
+    @classmethod
+    def of(cls, spec: Spec, numerics: Numerics) -> Sizes:
+        """Sizes in quantised numerics; without packed pages there is nothing to save."""
+        if not numerics.quantise:
+            return cls(0, 0, 1)
+        return cls(PageLayout.of(spec).page_bytes, SnapshotLayout.of(spec).snapshot_bytes, resume_step(spec))
 
 
 def save(caches: Caches, position: int, pages: Mapping[int, Buffer], state: Sequence[Buffer]) -> None:
