@@ -5,6 +5,8 @@ stdout carries the answer, or with --json one object; everything else goes to st
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +21,7 @@ from dsuf.config import SamplingFlags
 from dsuf.errors import EngineGone, UsageError
 
 if TYPE_CHECKING:
-    from dsuf.engine.messages import Finished, Request, Sampling
+    from dsuf.engine.messages import Finished, Request, Sampling, Tokens
     from dsuf.engine.sequence import Trace
     from dsuf.text.prompt import ChatText, Prompt
 
@@ -102,8 +104,6 @@ def ids_request(session: Session, ids: list[int], flags: SamplingFlags) -> Reque
 
 def text_prompt(text: ChatText, messages: list[dict[str, Any]], thinking: bool, flags: SamplingFlags) -> Prompt:
     """Messages to ids and sampling. What a flag names is taken as it is, in thinking mode too."""
-    import dataclasses
-
     body = {
         "model": text.names[0],
         "messages": messages,
@@ -146,7 +146,9 @@ def answer(
         say(summary(finished))
 
 
-def generate(session: Session, request: Request, trace: Trace, on_tokens: Any) -> tuple[list[int], Finished]:
+def generate(
+    session: Session, request: Request, trace: Trace, on_tokens: Callable[[Tokens], None]
+) -> tuple[list[int], Finished]:
     """Run one request to its end; `on_tokens` gets each Tokens event."""
     from dsuf.engine.messages import Finished, Tokens
 

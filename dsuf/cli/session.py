@@ -82,12 +82,16 @@ def engine_options(
 
 def prepare(ckpt: str, options: EngineOptions) -> EngineOptions:
     """Options with the folder of `ckpt`; a built-in checkpoint is made on first use. Says what answers to expect."""
-    from dsuf.text.builtin import NOISE, resolve
+    from dsuf.text.builtin import NOISE, TOY, resolve
 
+    expectations = {
+        NOISE: "The built-in checkpoint `noise` has random weights: its answers are noise.",
+        TOY: "The built-in checkpoint `toy` was trained to repeat a small corpus.",
+    }
     with progress(f"making the built-in checkpoint {ckpt}", "B") as update:
         folder = resolve(ckpt, cache_dir=read_environment().cache_dir, progress=update)
-    if ckpt == NOISE:
-        say("The built-in checkpoint `noise` has random weights: its answers are noise.")
+    if ckpt in expectations:
+        say(expectations[ckpt])
     return replace(options, ckpt=folder)
 
 
