@@ -28,9 +28,14 @@ def tile_product(tiles: np.ndarray, weight_t: np.ndarray, out: np.ndarray | None
 
 
 def product(x: np.ndarray, weight_t: np.ndarray) -> np.ndarray:
-    """x [rows, K], weight_t [K, N] (transposed, same dtype) -> [rows, N]."""
+    """x [rows, K], weight_t [K, N] (transposed) -> [rows, N] in x's dtype, which is at least weight_t's."""
     rows = x.shape[0]
     return tile_product(in_tiles(x), weight_t).reshape(-1, weight_t.shape[1])[:rows]
+
+
+def row_product(x: np.ndarray, weight_t: np.ndarray) -> np.ndarray:
+    """The same one row at a time: for few rows and a huge N, where a tile would mostly multiply padding."""
+    return np.matmul(x[:, None], weight_t)[:, 0]
 
 
 def grouped_product(x: np.ndarray, weights_t: np.ndarray) -> np.ndarray:

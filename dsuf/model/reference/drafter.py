@@ -24,7 +24,7 @@ from dsuf.ops.attend import attend
 from dsuf.ops.mixes import fold
 from dsuf.ops.norm import rms_norm
 from dsuf.ops.numerics import Numerics
-from dsuf.ops.product import product
+from dsuf.ops.product import product, row_product
 from dsuf.ops.rope import PhaseTable
 from dsuf.spec import Spec
 
@@ -127,7 +127,7 @@ class Drafter:
         confidence = np.empty((len(requests), slots), np.float64)
         for slot in range(slots):
             e = self.weights.markov_embed(tokens[:, slot])
-            logits[:, slot] += product(e, self.weights.markov_head_t)
+            logits[:, slot] += row_product(e, self.weights.markov_head_t)
             confidence[:, slot] = product(np.concatenate([x[:, slot], e], axis=1), self.weights.confidence_t)[:, 0]
             for number, request in enumerate(requests):
                 row = logits[number, slot]

@@ -1,7 +1,9 @@
 """Weights of one numerics: read from the checkpoint on first use, dequantised, transposed for `product`, and kept.
 
 Names are the checkpoint's. `_t` marks a matrix stored transposed, [K, N]; projections of the same input are kept side
-by side in one matrix. Embedding, Markov embedding and Engram tables stay as stored: only the rows in use are read.
+by side in one matrix. FP8 and FP4 matrices are kept in float32, which holds them exactly: in float64 numerics a product
+widens them, which costs less than reading twice the bytes. Embedding, Markov embedding and Engram tables stay as
+stored: only the rows in use are read.
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ class TensorReader:
 
     def plain_t(self, *names: str) -> np.ndarray:
         """BF16 or F32 matrices [N_i, K] -> [K, sum N_i]."""
-        return self._side_by_side([self.plain(name) for name in names])
+        return _side_by_side([self.plain(name) for name in names])
 
     def dense_t(self, *names: str) -> np.ndarray:
         """FP8 matrices [N_i, K] -> [K, sum N_i]; names without .weight."""
-        return self._side_by_side([self.dense(name) for name in names])
+        return _side_by_side([self.dense(name) for name in names])
 
     def dense(self, name: str) -> np.ndarray:
         """An FP8 matrix [N, K]."""
@@ -44,7 +46,7 @@ class TensorReader:
     def packed_t(self, *names: str) -> np.ndarray:
         """Packed FP4 matrices [N_i, K] -> [K, sum N_i]."""
         raw = self.checkpoint.raw
-        return self._side_by_side([formats.dequantise_fp4_rows(raw(f"{n}.weight"), raw(f"{n}.scale")) for n in names])
+        return _side_by_side([formats.dequantise_fp4_rows(raw(f"{n}.weight"), raw(f"{n}.scale")) for n in names])
 
     def rows(self, name: str, ids: np.ndarray) -> np.ndarray:
         """Some rows of a BF16 matrix [N, K]: ids int [...] -> [..., K]."""
@@ -55,13 +57,15 @@ class TensorReader:
         weight, scale = self.checkpoint.raw(f"{name}.weight")[ids], self.checkpoint.raw(f"{name}.scale")[ids]
         return formats.dequantise_fp8_rows(weight, scale).astype(self.dtype)
 
-    def _side_by_side(self, matrices: list[np.ndarray]) -> np.ndarray:
-        out = np.empty((matrices[0].shape[1], sum(m.shape[0] for m in matrices)), self.dtype)
-        at = 0
-        for matrix in matrices:
-            out[:, at : at + matrix.shape[0]] = matrix.T
-            at += matrix.shape[0]
-        return out
+
+def _side_by_side(matrices: list[np.ndarray]) -> np.ndarray:
+    """[N_i, K] each -> [K, sum N_i], in the dtype they have."""
+    out = np.empty((matrices[0].shape[1], sum(m.shape[0] for m in matrices)), matrices[0].dtype)
+    at = 0
+    for matrix in matrices:
+        out[:, at : at + matrix.shape[0]] = matrix.T
+        at += matrix.shape[0]
+    return out
 
 
 class BlockWeights:
@@ -117,7 +121,7 @@ class BlockWeights:
     @cached_property
     def wo_a_t(self) -> np.ndarray:
         """[G, H d / G, R], block-diagonal."""
-        matrix = self._reader.dense(f"{self._prefix}attn.wo_a").astype(self._reader.dtype)
+        matrix = self._reader.dense(f"{self._prefix}attn.wo_a")
         groups = matrix.reshape(self._spec.o_groups, self._spec.o_lora_rank, -1)
         return np.ascontiguousarray(groups.swapaxes(1, 2))
 
