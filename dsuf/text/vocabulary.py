@@ -35,6 +35,7 @@ class Vocabulary:
 
     tokenizer: dr.Tokenizer
     special_tokens: dr.SpecialTokens
+    bytes_of: tuple[bytes, ...]  # UTF-8 bytes that each token stands for; none for an id without a token
     open_ids: frozenset[int]  # tokens whose bytes are not whole UTF-8 characters
     eos_id: int
 
@@ -57,7 +58,9 @@ def read_vocabulary(tokenizer_json: str, spec: Spec) -> Vocabulary:
         raise CheckpointError(
             "tokenizer.json does not fit this checkpoint. Use the tokenizer.json of the same model.", findings
         )
-    return Vocabulary(tokenizer, special_tokens, _open_ids(parsed.model.vocab) - added.keys(), spec.eos_token_id)
+    bytes_of = _bytes_of(parsed.model.vocab, added, spec.vocab_size)
+    open_ids = frozenset(token for token, text in enumerate(bytes_of) if token not in added and not _whole(text))
+    return Vocabulary(tokenizer, special_tokens, bytes_of, open_ids, spec.eos_token_id)
 
 
 def _special_token_findings(tokenizer: dr.Tokenizer, special_tokens: dr.SpecialTokens, spec: Spec) -> list[str]:
@@ -74,13 +77,24 @@ def _special_token_findings(tokenizer: dr.Tokenizer, special_tokens: dr.SpecialT
     return findings
 
 
-def _open_ids(vocab: dict[str, int]) -> frozenset[int]:
-    """Ids of byte-level tokens that are not whole UTF-8 characters (about 1 % of V4.1's)."""
+def _bytes_of(vocab: dict[str, int], added: dict[int, str], size: int) -> tuple[bytes, ...]:
+    """Bytes of every id: byte-level spellings decoded, added tokens as they are spelled."""
     to_byte = str.maketrans({letter: chr(byte) for letter, byte in BYTE_OF.items()})
-    found = []
+    found = [b""] * size
     for spelling, token in vocab.items():
         try:
-            spelling.translate(to_byte).encode("latin-1").decode("utf-8")
-        except UnicodeError:
-            found.append(token)
-    return frozenset(found)
+            found[token] = spelling.translate(to_byte).encode("latin-1")
+        except UnicodeError:  # an added token that is listed here too
+            found[token] = spelling.encode()
+    for token, spelling in added.items():
+        found[token] = spelling.encode()
+    return tuple(found)
+
+
+def _whole(text: bytes) -> bool:
+    """Whether the bytes are whole UTF-8 characters (about 1 % of V4.1's tokens are not)."""
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
