@@ -19,7 +19,7 @@ from functools import cache, partial
 import numpy as np
 
 from dsuf.ops.norm import root_mean_square
-from dsuf.ops.product import TILE_ROWS, in_tiles, product
+from dsuf.ops.product import TILE_ROWS, product
 
 
 @dataclass(frozen=True)
@@ -74,18 +74,17 @@ def sinkhorn(logits: np.ndarray, rounds: int, hc_eps: float) -> np.ndarray:
     """
     rows, n, _ = logits.shape
     row_sums, column_sums = _sum_matrices(n, hc_eps, logits.dtype)
-    state = np.ones((rows, n * n + 1), logits.dtype)
+    state = np.ones((-(-rows // TILE_ROWS) * TILE_ROWS, n * n + 1), logits.dtype)  # padding too: it divides by no zero
     weights = np.exp(logits - np.maximum.reduce(logits, axis=-1, keepdims=True))
     weights /= np.add.reduce(weights, axis=-1, keepdims=True)
     weights += hc_eps
-    state[:, :-1] = weights.reshape(rows, n * n)
-    tiles = in_tiles(state)
-    tiles[-1, rows - (tiles.shape[0] - 1) * TILE_ROWS :] = 1  # padding that divides by no zero
-    if tiles.shape[0] == 1:  # the same product with the least overhead a call: this loop is a tenth of a decode step
-        tiles = tiles[0]
-        multiply, divide, divisors = tiles.dot, np.divide, np.empty_like(tiles)
+    state[:rows, :-1] = weights.reshape(rows, n * n)
+    if rows <= TILE_ROWS:  # the same product with the least overhead a call: this loop is a tenth of a decode step
+        tiles, multiply = state, state.dot
     else:
-        multiply, divide, divisors = partial(np.matmul, tiles), np.divide, np.empty_like(tiles)
+        tiles = state.reshape(-1, TILE_ROWS, n * n + 1)
+        multiply = partial(np.matmul, tiles)
+    divide, divisors = np.divide, np.empty_like(tiles)
     multiply(column_sums, divisors)
     divide(tiles, divisors, tiles)
     for _ in range(rounds - 1):
@@ -93,7 +92,7 @@ def sinkhorn(logits: np.ndarray, rounds: int, hc_eps: float) -> np.ndarray:
         divide(tiles, divisors, tiles)
         multiply(column_sums, divisors)
         divide(tiles, divisors, tiles)
-    return tiles.reshape(-1, n * n + 1)[:rows, :-1].reshape(rows, n, n)
+    return state[:rows, :-1].reshape(rows, n, n)
 
 
 @cache

@@ -22,7 +22,7 @@ from dsuf.spec import Spec
 
 
 def quantised(x: np.ndarray, numerics: Numerics) -> np.ndarray:
-    """Input of an FP8 or FP4 weight."""
+    """Input of an FP8 or FP4 weight, or a window latent."""
     return qdq.q8(x) if numerics.quantise else x
 
 
@@ -32,8 +32,7 @@ def window_latent(
     """wkv x [rows, ..., d], kv_norm [..., d] -> window latents [rows, ..., d] as cached."""
     k = numerics.round(rms_norm(numerics.round(projected), kv_norm, spec.rms_norm_eps))
     rotate(k, phases.forward)
-    k = numerics.round(k)
-    return numerics.round(qdq.q8(k)) if numerics.quantise else k
+    return quantised(numerics.round(k), numerics)
 
 
 def queries(
@@ -42,15 +41,19 @@ def queries(
     """Attention input [rows, D] -> q [rows, H, d], the layer's own window latents [rows, d], and what wq_b gives beyond
     the heads (an index source's index queries before rope, else nothing) [rows, rest].
     """
-    projected = product(quantised(x, numerics), weights.wq_a_wkv_t)
-    latent = numerics.round(projected[:, : spec.q_lora_rank])
-    c = numerics.round(rms_norm(latent, weights.q_norm, spec.rms_norm_eps))
-    k = window_latent(projected[:, spec.q_lora_rank :], weights.kv_norm, phases, spec, numerics)
-    both = numerics.round(product(quantised(c, numerics), weights.wq_b_t))
+    projected = numerics.round(product(quantised(x, numerics), weights.wq_a_wkv_t))
+    latents = np.empty_like(projected)
+    c, k = latents[:, : spec.q_lora_rank], latents[:, spec.q_lora_rank :]
+    c[:] = rms_norm(projected[:, : spec.q_lora_rank], weights.q_norm, spec.rms_norm_eps)
+    k[:] = numerics.round(rms_norm(projected[:, spec.q_lora_rank :], weights.kv_norm, spec.rms_norm_eps))
+    rotate(k, phases.forward)
+    latents = quantised(numerics.round(latents), numerics)  # c for wq_b, k for the cache: the same point, one call
+    c, k = latents[:, : spec.q_lora_rank], latents[:, spec.q_lora_rank :]
+    projected = numerics.round(product(c, weights.wq_b_t))
     width = spec.num_attention_heads * spec.head_dim
-    q = both[:, :width].reshape(-1, spec.num_attention_heads, spec.head_dim)
+    q = projected[:, :width].reshape(-1, spec.num_attention_heads, spec.head_dim)
     rotate(q, phases.forward)
-    return numerics.round(q), k, both[:, width:]
+    return numerics.round(q), k, projected[:, width:]
 
 
 def output(o: np.ndarray, weights: BlockWeights, phases: Phases, spec: Spec, numerics: Numerics) -> np.ndarray:
