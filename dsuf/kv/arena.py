@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 from bisect import bisect_left, insort
@@ -22,6 +23,7 @@ from dsuf.errors import EnvironmentProblem
 HUGE_PAGE = 2 << 20
 RESERVE_SHARE = 0.05  # kept for pulls: what a peer sends can always land
 DIGEST_BYTES = 16
+SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class Arena:
@@ -62,9 +64,10 @@ class Arena:
 def _map_memory(nbytes: int) -> tuple[int, mmap.mmap, bool]:
     """(descriptor, mapping, whether on huge pages)."""
     for flags in (os.MFD_HUGETLB, 0):
-        fd = os.memfd_create("dsuf-kv", os.MFD_CLOEXEC | flags)
+        fd = os.memfd_create("dsuf-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
         try:
             os.ftruncate(fd, nbytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SIZE_SEALS)  # whoever maps it can rely on its size
             mapping = mmap.mmap(fd, nbytes)
         except OSError as error:  # fewer free huge pages than that, or no memory at all
             os.close(fd)

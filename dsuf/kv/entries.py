@@ -54,10 +54,17 @@ class Store:
         full = entry.pages[: entry.full_pages]
         return np.concatenate([self.arena.ids[full].reshape(-1), entry.tail])[:count]
 
+    def known_ids(self, entry: Entry) -> int:
+        """How many ids an entry knows: its tokens and up to EXTRA_IDS more."""
+        return entry.full_pages * BLOCK_TOKENS + len(entry.tail)
+
     # ---- writing
 
     def reserve(self, wanted: Wanted, now: float) -> Entry:
-        """A WRITING entry with slots for what is not there yet; evicts for it. Raises NoRoom."""
+        """A WRITING entry with slots for what is not there yet; evicts for it. Raises NoRoom.
+
+        Where there is a READY entry of that name already, it is that one.
+        """
         base, ids = wanted.base, wanted.ids
         kept = base.full_pages if base is not None else 0
         start = base.last_block if base is not None else wanted.names.root
@@ -65,14 +72,17 @@ class Store:
             ids = np.concatenate([base.tail[: base.tokens - kept * BLOCK_TOKENS], ids])
         here = wanted.tokens - kept * BLOCK_TOKENS  # tokens that `ids` covers
         chain = wanted.names.chain(ids[:here], start)
-        pages, new, snapshot = self._place(base, chain, -(-here // BLOCK_TOKENS), wanted.fetched, now)
         full, last = kept + len(chain), chain[-1] if chain else start
+        tail = ids[(full - kept) * BLOCK_TOKENS : here + EXTRA_IDS].copy()
+        name = wanted.names.entry(last, tail[: wanted.tokens - full * BLOCK_TOKENS])
+        if name in self._keys:
+            return self._keys[name]
+        pages, new, snapshot = self._place(base, chain, -(-here // BLOCK_TOKENS), wanted.fetched, now)
         for index in new[new < full]:
             self.arena.ids[pages[index]] = ids[(index - kept) * BLOCK_TOKENS : (index - kept + 1) * BLOCK_TOKENS]
-        tail = ids[(full - kept) * BLOCK_TOKENS : here + EXTRA_IDS].copy()
         entry = Entry(
             id=secrets.randbits(62),
-            name=wanted.names.entry(last, tail[: wanted.tokens - full * BLOCK_TOKENS]),
+            name=name,
             names=wanted.names,
             tokens=wanted.tokens,
             pages=pages,
@@ -111,7 +121,7 @@ class Store:
         """Find `entry` under `key` too, which stands for its first `ids` ids; False when it does not know that many."""
         if entry.state is not State.READY or not 0 <= ids - entry.tokens <= EXTRA_IDS:
             return False
-        if ids > entry.full_pages * BLOCK_TOKENS + len(entry.tail):
+        if ids > self.known_ids(entry):
             return False
         before = self._keys.get(key)
         if before is not None and before is not entry:
@@ -122,8 +132,7 @@ class Store:
 
     def extend_ids(self, entry: Entry, boundary: int, last: np.ndarray) -> bool:
         """Learn ids beyond `tokens`: `last` are the ids that end at `boundary`. False where they contradict."""
-        known = entry.full_pages * BLOCK_TOKENS
-        have = known + len(entry.tail)
+        have = self.known_ids(entry)
         if boundary <= have or boundary - entry.tokens > EXTRA_IDS or boundary - len(last) > have:
             return boundary <= have
         overlap = have - (boundary - len(last))
@@ -169,12 +178,12 @@ class Store:
         lease = self.leases.pop(lease_id, None)
         return lease if lease is not None and lease.until_s > now else None
 
-    def lapsed(self, now: float) -> list[Lease]:
-        """Leases that ran out; they count no longer. Cut their readers off, then `unpin` each."""
-        over = [lease for lease in self.leases.values() if lease.until_s <= now]
-        for lease in over:
-            del self.leases[lease.id]
-        return over
+    def lapse(self, lease_id: int, now: float) -> Lease | None:
+        """If the lease has run out, it counts no longer and is returned: cut its reader off, then `unpin`."""
+        lease = self.leases.get(lease_id)
+        if lease is None or lease.until_s > now:
+            return None
+        return self.leases.pop(lease_id)
 
     def unpin(self, lease_id: int, entry: Entry) -> None:
         """No read of that lease can succeed any more: its entry may be evicted."""

@@ -45,6 +45,9 @@ class Entry:
     used_s: float
     state: State = State.WRITING
     superseded: bool = False  # a longer continuation lives on another server
+    continues: bytes = b""  # name of a peer's entry that its conversation was continued from
+    wanted_keys: list[tuple[bytes, int]] = field(default_factory=list)  # keys to get once it is READY
+    instead: Entry | None = None  # the equal one that was READY before, if this one was freed for it
     keys: dict[bytes, int] = field(default_factory=dict)  # found by: its name and segments -> ids up to there
     leases: set[int] = field(default_factory=set)
 

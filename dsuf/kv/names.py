@@ -21,6 +21,7 @@ from dsuf.kv.keys import authenticate, derive
 
 NAME_BYTES = 20
 BLOCK_TOKENS = 128
+RESUME_TOKENS = 8192  # inside a long prompt or reply a point is saved as often
 LAYOUT_VERSION = 1  # counts changes of cache page or snapshot that their sizes do not show
 
 

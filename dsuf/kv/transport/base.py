@@ -60,7 +60,7 @@ class Peer(Protocol):
 
 
 class Link(Protocol):
-    """One reader's way into one owner's arena."""
+    """One reader's way into one owner's arena; it does one read at a time."""
 
     @property
     def alive(self) -> bool:
