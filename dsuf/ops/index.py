@@ -48,10 +48,12 @@ def largest(scores: np.ndarray, count: int) -> np.ndarray:
     if n == count:
         return np.broadcast_to(np.arange(n), scores.shape)
     threshold = np.partition(scores, n - count, axis=-1)[:, n - count, None]
-    chosen = scores > threshold
-    equal = scores == threshold
-    missing = count - np.count_nonzero(chosen, axis=-1, keepdims=True)
-    chosen |= equal & (np.cumsum(equal, axis=-1) <= missing)
+    chosen = scores >= threshold
+    if np.count_nonzero(chosen) > rows * count:  # some row has more equals at its threshold than places left
+        equal = scores == threshold
+        chosen &= ~equal
+        missing = count - np.count_nonzero(chosen, axis=-1, keepdims=True)
+        chosen |= equal & (np.cumsum(equal, axis=-1) <= missing)
     return np.nonzero(chosen)[1].reshape(rows, count)
 
 
