@@ -33,6 +33,7 @@ from dsuf.spec import Spec
 
 _KEYS_AT_ONCE = 1 << 25  # attention key values held for one piece of a prompt
 _LEAST_ROWS, _MOST_ROWS = 64, 256
+_SATURATING = np.errstate(over="ignore")  # in 1 / (1 + e^-x) an infinite e^-x gives the right 0
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ class ReferenceModel:
         packed = self.numerics.quantise if packed is None else packed and self.numerics.quantise
         return Caches(self.spec, self.numerics, packed=packed, room=self.piece_rows)
 
+    @_SATURATING
     def prefill(
         self, caches: Caches, ids: Sequence[int], *, final: bool, mode: str = "exact", every_logit: bool = False
     ) -> Prefilled | None:
@@ -103,6 +105,7 @@ class ReferenceModel:
             return prefill_truncated(self, caches, array, final=final)
         return prefill_exact(self, caches, array, final=final, every_logit=every_logit)
 
+    @_SATURATING
     def forward(self, blocks: Sequence[Block]) -> list[np.ndarray]:
         """Run all layers on the rows of several sequences: logits [rows, V] for each.
 
@@ -127,6 +130,7 @@ class ReferenceModel:
         self.drafter.write_windows(caches, caches.length, caches.pending_taps[:rows])
         caches.keep(rows)
 
+    @_SATURATING
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """dspark_block_size drafts after each request's token; the caches stay as they are."""
         for request in requests:
