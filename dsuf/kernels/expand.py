@@ -82,9 +82,20 @@ class Expander(ast.NodeTransformer):
         """Expand a list of statements; never empty."""
         out: list[ast.stmt] = []
         for statement in statements:
-            result = self.visit(statement)
-            out += result if isinstance(result, list) else [result]
+            for before in self._hoisted(statement):
+                result = self.visit(before)
+                out += result if isinstance(result, list) else [result]
         return out or [ast.Pass()]
+
+    def _hoisted(self, statement: ast.stmt) -> list[ast.stmt]:
+        """The statement with `@inline` calls inside its expression moved to assignments before it."""
+        if not isinstance(statement, (ast.Assign, ast.AugAssign, ast.Expr)):
+            return [statement]
+        hoist = _Hoist(self)
+        if isinstance(statement.value, ast.Call) and self._helper(statement.value):
+            return [statement]  # its arguments become assignments of their own
+        statement.value = hoist.visit(statement.value)
+        return [*hoist.before, statement]
 
     def visit_For(self, node: ast.For) -> Any:
         if not (isinstance(node.iter, ast.Call) and isinstance(node.iter.func, ast.Name)):
@@ -236,7 +247,7 @@ class Expander(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> Any:
         if self._helper(node):
-            raise SyntaxError(f"an @inline call stands alone or after '=': {ast.unparse(node)}")
+            raise SyntaxError(f"an @inline call cannot stand in a condition or a branch of one: {ast.unparse(node)}")
         if isinstance(node.func, ast.Name) and node.func.id == "float32":
             known, value = self.constant(node.args[0])
             if known:
@@ -270,6 +281,30 @@ class Expander(ast.NodeTransformer):
     @staticmethod
     def _tuple(name: str, low: int, high: int, ctx: ast.expr_context) -> ast.Tuple:
         return ast.Tuple([ast.Name(f"{name}_{i}", ctx) for i in range(low, high)], ctx)
+
+
+class _Hoist(ast.NodeTransformer):
+    """Replaces `@inline` calls by names and collects their assignments; leaves the branches of conditions alone."""
+
+    def __init__(self, expander: Expander) -> None:
+        self.expander = expander
+        self.before: list[ast.stmt] = []
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        if not self.expander._helper(node):
+            return self.generic_visit(node)
+        self.expander.inlined += 1
+        name = f"value{self.expander.inlined}_"
+        self.before.append(ast.Assign([ast.Name(name, ast.Store())], node))
+        return ast.Name(name, ast.Load())
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
+        if not self.expander.constant(node.test)[0]:
+            node.test = self.visit(node.test)
+        return node
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
+        return node
 
 
 class _Rename(ast.NodeTransformer):

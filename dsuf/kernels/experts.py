@@ -1,6 +1,5 @@
 """Routed FP4 experts of a decode step, all experts of a layer in one launch, without the host knowing the routing.
 
-    plan      (experts of each row) -> groups of up to 8 pairs that share an expert
     gate_up   h = silu(min(w1 x, limit)) clamp(w3 x, -limit, limit) w_e, quantised in groups of 32 channels
     down      y = w2 h, one row of bf16 for each (row, chosen expert) pair
 
@@ -12,8 +11,9 @@ Weights: w13 is pack.interleave(pack_fp4(w1), pack_fp4(w3), 2), w2 is pack_fp4; 
 Reference: dsuf.ops.expert.experts_sum (its parts before they are summed). Bytes: for each expert that a row chose
 3 I D / 2 of codes and 3 I D / 32 of scales; operations 6 I D a pair.
 
-plan int32: [0] = number of groups, then from PLAN_HEAD on records of PLAN_RECORD: expert, pairs in it, its pairs.
-Groups ascend by expert, pairs inside a group by number; a pair whose expert is negative (inactive row) is left out.
+The plan is made by the router (route.py) with make_groups. int32: [0] = number of groups, then from PLAN_HEAD on
+records of PLAN_RECORD: expert, pairs in it, its pairs. Groups ascend by expert, pairs inside a group by number; a pair
+whose expert is negative (inactive row) is left out.
 """
 
 from __future__ import annotations
@@ -79,50 +79,42 @@ def plan_bytes(pairs: int) -> int:
     return 4 * (PLAN_HEAD + PLAN_RECORD * pairs)
 
 
-def make_plan(*, pairs: int) -> Kernel:
-    """One block, a thread a pair (up to 1024): ranks by counting, so the plan depends on the routing alone."""
-    threads = -(-pairs // 32) * 32
-    leads = threads * 4
+@inline
+def make_groups(pair_experts: Any, leaders: Any, out: Any, tid: Any, live: Any) -> None:
+    """Write the plan of `live` pairs, whose experts stand in shared memory; a thread a pair, all threads call.
 
-    @kernel(threads=threads, shared=2 * leads, name=f"experts_plan_{pairs}")
-    def plan(experts: s64, out: s64, live: s32) -> None:
-        tid = int32(thread_index())
-        sm = shared_base()
-        wait_for_previous_kernel()
-        let_next_kernel_start()
-        mine = int32(-1)
-        if tid < live:
-            mine = int32(ldg_u32(experts + int64(tid) * 4))
-        sts_u32(uint32(sm + tid * 4), uint32(mine))
-        sync_threads()
-        rank = int32(0)
-        count = int32(0)
-        for q in range(live):
-            same = int32(1 if int32(lds_u32(uint32(sm + q * 4))) == mine else 0)
-            count = int32(count + same)
-            rank = int32(rank + (same if q < tid else 0))
-        leader = int32(1 if mine >= 0 and (rank & (GROUP_PAIRS - 1)) == 0 else 0)
-        sts_u32(uint32(sm + leads + tid * 4), uint32(leader))
-        sync_threads()
-        group = int32(-1)  # leaders up to and including my own group's
-        total = int32(0)
-        for q in range(live):
-            lead = int32(lds_u32(uint32(sm + leads + q * 4)))
-            other = int32(lds_u32(uint32(sm + q * 4)))
-            before = int32(1 if other < mine or (other == mine and q <= tid) else 0)
-            group = int32(group + lead * before)
-            total = int32(total + lead)
-        if mine >= 0:
-            record = out + (PLAN_HEAD + int64(group) * PLAN_RECORD) * 4
-            place = int32(rank & (GROUP_PAIRS - 1))
-            stg_u32(record + (2 + int64(place)) * 4, uint32(tid))
-            if leader == 1:
-                stg_u32(record, uint32(mine))
-                stg_u32(record + 4, uint32(min(count - rank, GROUP_PAIRS)))
-        if tid == 0:
-            stg_u32(out, uint32(total))
-
-    return plan
+    Ranks are found by counting, so the plan depends on the routing alone; `leaders` is scratch of the same size.
+    """
+    mine = int32(-1)
+    if tid < live:
+        mine = int32(lds_u32(uint32(pair_experts + tid * 4)))
+    rank = int32(0)
+    count = int32(0)
+    for q in range(live):
+        same = int32(1 if int32(lds_u32(uint32(pair_experts + q * 4))) == mine else 0)
+        count = int32(count + same)
+        rank = int32(rank + (same if q < tid else 0))
+    leader = int32(1 if mine >= 0 and (rank & (GROUP_PAIRS - 1)) == 0 else 0)
+    if tid < live:
+        sts_u32(uint32(leaders + tid * 4), uint32(leader))
+    sync_threads()
+    group = int32(-1)  # leaders up to and including that of my own group
+    total = int32(0)
+    for q in range(live):
+        lead = int32(lds_u32(uint32(leaders + q * 4)))
+        other = int32(lds_u32(uint32(pair_experts + q * 4)))
+        before = int32(1 if other < mine or (other == mine and q <= tid) else 0)
+        group = int32(group + lead * before)
+        total = int32(total + lead)
+    if mine >= 0:
+        record = out + (PLAN_HEAD + int64(group) * PLAN_RECORD) * 4
+        place = int32(rank & (GROUP_PAIRS - 1))
+        stg_u32(record + (2 + int64(place)) * 4, uint32(tid))
+        if leader == 1:
+            stg_u32(record, uint32(mine))
+            stg_u32(record + 4, uint32(min(count - rank, GROUP_PAIRS)))
+    if tid == 0:
+        stg_u32(out, uint32(total))
 
 
 @inline
@@ -373,7 +365,6 @@ def _entries(name: str, width: Width, topk: int, count: int) -> list[Entry]:
         expected = count * (1 - (1 - topk / count) ** rows)  # distinct experts of independent rows
         matrix, operations = int(expected * (d * i // 2 + d * i // 32)), 2 * rows * topk * d * i
         for part, factory, arguments, matrices in (
-            ("plan", make_plan, {"pairs": rows * topk}, 0),
             ("gate_up", make_gate_up, gate_up, 2),
             ("down", make_down, down, 1),
         ):

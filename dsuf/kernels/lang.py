@@ -13,7 +13,7 @@ What the expansion does, on the syntax tree:
   if CONSTANT             only the branch taken is kept (also for `x if CONSTANT else y`)
   table[CONSTANT]         an element of a tuple, list or dict of operations
   for i in range(...)     a counted int32 loop (Numba's range carries a 64-bit iterator)
-  y = helper(a, b)        the body of an `@inline` function, in place
+  y = f(helper(a))        the body of an `@inline` function, in place (not inside conditions)
 Constants are the closure's and module's numbers, strings, tuples, and attributes of frozen objects.
 
 Parameters are annotated with their register type. Numba gives int64 for int32 + int32, so counters are wrapped:

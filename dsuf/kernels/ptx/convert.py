@@ -177,6 +177,35 @@ def e4m3x4_bf16(codes: Any) -> Any:
     return bits[0] | bits[1] << 16, bits[2] | bits[3] << 16
 
 
+# e2m1 -> bf16, exact, all chips: sign and magnitude bits into the fields of bf16, then multiply by 2^126
+@ptx(
+    "u32*4 = u32",
+    "{.reg .b32 t, x, s, k; mov.b32 k, 0x7E807E80;"
+    + "".join(
+        f" shr.u32 t, <0>, {8 * i}; and.b32 t, t, 0xFF; shl.b32 x, t, 12; or.b32 t, t, x; shl.b32 x, t, 6;"
+        f" and.b32 x, x, 0x01C001C0; shl.b32 s, t, 12; and.b32 s, s, 0x80008000; or.b32 x, x, s;"
+        f" mul.rn.bf16x2 <d.{i}>, x, k;"
+        for i in range(4)
+    )
+    + "}",
+    pure=True,
+)
+def fp4x8_bf16(packed: Any) -> Any:
+    """Eight e2m1 codes, even column in the low nibble, to four bf16 pairs, exact"""
+    code = [u32(packed) >> np.uint32(4 * i) & np.uint32(15) for i in range(8)]
+    bits = [bf16_bits(E2M1[c]) for c in code]
+    return tuple(bits[2 * i] | bits[2 * i + 1] << 16 for i in range(4))
+
+
+@ptx("u32 = u32, u32", "mul.rn.bf16x2 <d>, <0>, <1>;", pure=True)
+def mul_bf16x2(a: Any, b: Any) -> Any:
+    """mul.rn.bf16x2: products of two pairs"""
+    with np.errstate(all="ignore"):
+        low = float_of(u32(a) << np.uint32(16)) * float_of(u32(b) << np.uint32(16))
+        high = float_of(u32(a) & np.uint32(0xFFFF0000)) * float_of(u32(b) & np.uint32(0xFFFF0000))
+    return bf16_bits(high) << 16 | bf16_bits(low)
+
+
 def _exponent(i: int) -> Op:
     move = f"shl.b32 s, <0>, {23 - 8 * i};" if i < 3 else "shr.u32 s, <0>, 1;"
 

@@ -103,6 +103,13 @@ def warp_max_u32(lanes: Lanes, value: Any) -> Any:
     return np.repeat(word(lanes.warps(u32(lanes.vector(value))).max(1)), 32)
 
 
+@ptx("u32 = u32", "redux.sync.min.u32 <d>, <0>, 0xffffffff;")
+def warp_min_u32(lanes: Lanes, value: Any) -> Any:
+    """redux.sync.min.u32"""
+    lanes.whole_warps("warp_min_u32")
+    return np.repeat(word(lanes.warps(u32(lanes.vector(value))).min(1)), 32)
+
+
 @ptx("u32 = u32", "redux.sync.add.u32 <d>, <0>, 0xffffffff;")
 def warp_sum_u32(lanes: Lanes, value: Any) -> Any:
     """redux.sync.add.u32"""

@@ -11,7 +11,7 @@ from dsuf.kernels.simt.errors import Deadlock, KernelFault, Misaligned, OutOfBou
 
 POISON = 0xCD
 SHARED_BASE = 0x400  # shared addresses start here, so that 0 is never a valid one
-MANY = -2  # "several threads" in a shadow
+MANY, SEVERAL = -2, -10  # in a shadow: threads of several warps; several threads of warp w: SEVERAL - w
 
 
 @dataclass
@@ -201,10 +201,11 @@ class SharedMemory:
         return np.stack([self.block_epoch[slot], self.warp_epoch[slot, thread >> 5]], -1)
 
     def _note(self, where: Any, slot: np.ndarray, thread: np.ndarray, who: np.ndarray, when: np.ndarray) -> None:
-        now = self._epochs(slot, thread)
-        same = (when[where][..., 0] == now[:, None, 0]) & (who[where] != -1)
-        other = who[where] != thread[:, None]
-        who[where] = np.where(same & other, MANY, thread[:, None])
+        now, last, mine = self._epochs(slot, thread), who[where], thread[:, None]
+        same_warp = _warp_of(last) == mine >> 5
+        fresh = (last != -1) & (last != mine) & (when[where][..., 0] == now[:, None, 0])
+        fresh &= ~(same_warp & (when[where][..., 1] < now[:, None, 1]))  # what a barrier ordered before is forgotten
+        who[where] = np.where(fresh, np.where(same_warp, SEVERAL - (mine >> 5), MANY), mine)
         when[where] = now[:, None]
 
     def _check(
@@ -212,13 +213,12 @@ class SharedMemory:
     ) -> None:
         now, last, mine = self._epochs(slot, thread), who[where], thread[:, None]
         fresh = (last != -1) & (last != mine) & (when[where][..., 0] == now[:, None, 0])
-        same_warp = (last >= 0) & (last >> 5 == mine >> 5)
-        fresh &= ~(same_warp & (when[where][..., 1] < now[:, None, 1]))
+        fresh &= ~((_warp_of(last) == mine >> 5) & (when[where][..., 1] < now[:, None, 1]))
         if fresh.any():
             lane, byte = (int(x[0]) for x in np.nonzero(fresh))
             raise Race(
-                f"thread {int(thread[lane])} {what} (thread {int(last[lane, byte])}; {MANY}: several) at shared offset"
-                f" {int(where[1][lane, byte])} without a barrier between them"
+                f"thread {int(thread[lane])} {what} (thread {int(last[lane, byte])}; negative: several) at offset"
+                f" {int(where[1][lane, byte])} of shared memory without a barrier between them"
             )
 
     # ---- barriers, asynchronous copies, tensor memory
@@ -289,3 +289,8 @@ class SharedMemory:
     def tensor_memory_free(self, columns: int) -> None:
         """Give it back."""
         self._tensor_memory = None
+
+
+def _warp_of(who: np.ndarray) -> np.ndarray:
+    """Warp of a shadow's entry; -1 if there is none or there are many."""
+    return np.where(who >= 0, who >> 5, np.where(who <= SEVERAL, SEVERAL - who, -1))

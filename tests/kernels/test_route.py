@@ -1,0 +1,61 @@
+"""The router on the interpreter: choices with ties, weights, inactive rows, image rows, and the plan of groups."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dsuf.kernels import experts, route
+from dsuf.ops.route import route as op
+from tests.kernels.helpers import assert_near, execute
+
+
+def run(z: np.ndarray, bias: np.ndarray, topk: int, image: np.ndarray, sequence: np.ndarray):
+    rows, count = z.shape
+    tile = -(-rows // 8) * 8
+    chosen, weights = np.full((rows, topk), -9, np.int32), np.zeros((rows, topk), np.float32)
+    plan = np.full(experts.plan_bytes(tile * topk) // 4, -7, np.int32)
+    kernel = route.make(experts=count, topk=topk, rows=tile, scaling=1.5)
+    execute(kernel, [z, bias, image, sequence, chosen, weights, plan, rows])
+    return chosen, weights, plan
+
+
+def expected_groups(chosen: np.ndarray) -> list[list[int]]:
+    flat, groups = chosen.ravel(), []
+    for expert in sorted(set(flat.tolist()) - {-1}):
+        pairs = np.flatnonzero(flat == expert).tolist()
+        groups += [[expert, len(pairs[at : at + 8]), *pairs[at : at + 8]] for at in range(0, len(pairs), 8)]
+    return groups
+
+
+@pytest.mark.parametrize(("rows", "count", "topk"), [(1, 16, 4), (2, 8, 2), (7, 128, 3), (16, 384, 6), (48, 384, 6)])
+def test_router_agrees_with_the_op_and_groups_its_pairs(rows: int, count: int, topk: int):
+    rng = np.random.default_rng(count + rows)
+    z = (rng.standard_normal((rows, count)) * 4).astype(np.float32)
+    z[0, :] = np.float32(-30)  # softplus near 1e-13: no underflow, and all equal: lowest numbers win
+    bias = rng.standard_normal((2, count)).astype(np.float32)
+    bias[0, :] *= rows > 1
+    image, sequence = np.zeros(rows, np.int32), np.arange(rows, dtype=np.int32)
+    if rows > 2:
+        image[2], sequence[1] = 1, -1
+        z[1] = np.nan
+    chosen, weights, plan = run(z, bias, topk, image, sequence)
+    for row in range(rows):
+        if sequence[row] < 0:
+            assert (chosen[row] == -1).all()
+            continue
+        want, want_weights = op(z[row : row + 1].astype(float), bias[image[row]].astype(float), topk, 1.5)
+        assert chosen[row].tolist() == want[0].tolist(), row
+        assert_near(weights[row].astype(float), want_weights[0], 2e-6)
+    groups = expected_groups(chosen)
+    records = plan[experts.PLAN_HEAD :].reshape(-1, experts.PLAN_RECORD)
+    assert plan[0] == len(groups)
+    assert [r[: 2 + r[1]].tolist() for r in records[: len(groups)]] == groups
+
+
+def test_a_crowded_expert_fills_several_groups():
+    z = np.zeros((48, 16), np.float32)
+    z[:, [3, 9]] = 8
+    quiet = np.zeros((2, 16), np.float32)
+    chosen, _, plan = run(z, quiet, 2, np.zeros(48, np.int32), np.arange(48, dtype=np.int32))
+    assert (chosen == [3, 9]).all() and plan[0] == 12
