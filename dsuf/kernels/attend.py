@@ -22,8 +22,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from dsuf.kernels.catalogue import Entry, Width
 from dsuf.kernels.lang import Kernel, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
-from dsuf.kernels.latents import MOST_ROWS, window_row_bytes
+from dsuf.kernels.latents import MOST_ROWS, RING_EXTRA, window_row_bytes
 from dsuf.kernels.ptx.convert import (
     as_bits,
     as_float,
@@ -66,6 +67,7 @@ from dsuf.kernels.ptx.sync import (
 from dsuf.kernels.quantise import max_over, sum_over
 from dsuf.kernels.rope import phase, rotated
 from dsuf.layout import PAGE_TOKENS
+from dsuf.ops.attend import attend
 
 TILE = 64  # keys
 LOG2_E = 1.4426950408889634
