@@ -2,7 +2,6 @@ import asyncio
 
 import pytest
 
-from dsuf.kv import messages as m
 from tests.kv.fleet import conversation, digest, fleet
 
 
