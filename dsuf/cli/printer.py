@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from dsuf.engine.messages import Admitted, Finished, Tokens
+from dsuf.text.events import Event
 from dsuf.text.output import Reply
 from dsuf.text.prompt import ChatText, Prompt
 
@@ -34,9 +35,9 @@ class TextPrinter:
         """Keys that --json adds for a text prompt."""
         return {"text": self.content} | ({"reasoning": self.reasoning} if self.reasoning else {})
 
-    def _take(self, events: list[str]) -> None:
+    def _take(self, events: list[Event]) -> None:
         for event in events:
-            for choice in msgspec.json.decode(event)["choices"]:
+            for choice in msgspec.json.decode(event.data)["choices"]:
                 delta = choice["delta"]
                 if reasoning := delta.get("reasoning_content"):
                     self.reasoning += reasoning

@@ -16,9 +16,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dsuf.server.problems import HttpProblem, as_problem, envelope
+from dsuf.server.problems import HttpProblem, Style, as_problem, envelope
 
-_PREFIXES = ("beta", "v1")  # in this order; either, both or none
+_PREFIXES = ("anthropic", "beta", "v1")  # in this order; any of them or none
 _OPEN_PATHS = frozenset(("/livez", "/readyz", "/health", "/metrics"))  # load balancers and scrapers have no key
 _CLEAN_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 
@@ -37,7 +37,8 @@ class Front:
             return
         headers = dict(scope["headers"])
         request_id = _request_id(headers.get(b"x-request-id", b""))
-        scope = {**scope, "path": plain_path(scope["path"]), "request_id": request_id}
+        path = plain_path(scope["path"])
+        scope = {**scope, "path": path, "request_id": request_id, "style": _style(scope["path"], path)}
         started = False
 
         async def send_named(message: Message) -> None:
@@ -81,10 +82,16 @@ def plain_path(path: str) -> str:
     return "/" + "/".join(parts)
 
 
+def _style(path: str, plain: str) -> Style:
+    """Whose words an error is told in."""
+    return "anthropic" if plain.startswith("/messages") or path.lstrip("/").startswith("anthropic/") else "openai"
+
+
 def problem_response(request: Request, error: Exception) -> Response:
     """Any error as the JSON envelope; Starlette's exception handler for all of them."""
     problem = as_problem(error)
-    body = envelope(str(problem), problem.status)
+    style = request.scope.get("style", "openai")
+    body = envelope(str(problem), problem.status, style, request.scope.get("request_id"))
     return Response(body, problem.status, problem.headers, "application/json")
 
 

@@ -15,7 +15,7 @@ import msgspec
 
 from dsuf.engine.messages import Admitted, Finished, Tokens
 from dsuf.server.metrics import Metrics
-from dsuf.text.output import Reply
+from dsuf.text.completion_reply import AnyReply
 from dsuf.text.prompt import Prompt
 
 Outcome = Literal["ok", "cancelled", "rejected", "error"]
@@ -62,7 +62,7 @@ class Record:
         if seconds > _STALL_S:
             self._stall_s += seconds
 
-    def end(self, outcome: Outcome, http_status: int, finished: Finished | None, reply: Reply | None) -> None:
+    def end(self, outcome: Outcome, http_status: int, finished: Finished | None, reply: AnyReply | None) -> None:
         """Count the call and write its line, once."""
         if self._ended:
             return
@@ -101,7 +101,7 @@ class Record:
             return "queue"
         return "prefill" if self._first_token is None else "decode"
 
-    def _counts(self, reply: Reply | None) -> dict[str, Any]:
+    def _counts(self, reply: AnyReply | None) -> dict[str, Any]:
         admitted = self._admitted
         prompt_tokens = admitted.prompt_tokens if admitted else (len(self._prompt.ids) if self._prompt else None)
         return {

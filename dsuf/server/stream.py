@@ -1,4 +1,4 @@
-"""One chat call at the engine, and its answer as server-sent events or as one body.
+"""One call at the engine, and its answer as server-sent events or as one body.
 
 Headers leave at once; a comment breaks every long silence, because proxies and clients give up on a silent connection.
 When the engine fails after that, an error event goes out and the connection is dropped without an end marker: clients
@@ -19,11 +19,14 @@ from dsuf.engine.messages import Admitted, Finished, Rejected, Tokens, as_error
 from dsuf.errors import DsufError, EngineGone
 from dsuf.server.admission import Slot
 from dsuf.server.link import Call, Interrupted
-from dsuf.server.problems import HttpProblem, as_problem, busy, envelope
+from dsuf.server.problems import HttpProblem, as_problem, busy, error_frame
 from dsuf.server.record import Record
 from dsuf.server.service import Service
-from dsuf.text.output import DONE, Reply
+from dsuf.text.completion_reply import AnyReply, CompletionReply
+from dsuf.text.events import Event
+from dsuf.text.output import Reply
 from dsuf.text.prompt import Prompt
+from dsuf.text.protocols import COMPLETIONS, Protocol
 
 CLIENT_CLOSED = 499  # never sent; what the log says of a client that went away
 _COMMENT = b": keep-alive\n\n"
@@ -42,7 +45,8 @@ class Exchange:
         self._service, self._record = service, record
         self._slot: Slot | None = None
         self._call: Call | None = None
-        self._reply: Reply | None = None
+        self._reply: AnyReply | None = None
+        self.protocol: Protocol | None = None  # once the prompt is there
 
     def enter(self) -> None:
         """Take a place. Raises HttpProblem 429 or 503 when there is none."""
@@ -51,11 +55,13 @@ class Exchange:
     async def start(self, prompt: Prompt, reply_id: str) -> None:
         """Hand the prompt to the engine. Raises EngineGone."""
         self._record.prompt(prompt)
-        self._reply = Reply(self._service.text, prompt, reply_id)
+        self.protocol = prompt.protocol
+        kind = CompletionReply if prompt.protocol is COMPLETIONS else Reply
+        self._reply = kind(self._service.text, prompt, reply_id)
         self._call = await self._service.link.submit(prompt.request(reply_id), self._record.tokens)
 
-    async def events(self) -> AsyncIterator[list[str] | None]:
-        """JSON of the protocol's events as they come, None for each silence of `keepalive_s`.
+    async def events(self) -> AsyncIterator[list[Event] | None]:
+        """The protocol's events as they come, None for each silence of `keepalive_s`.
 
         Ends when the answer is complete. Raises Interrupted, or a DsufError when the engine failed.
         """
@@ -116,15 +122,15 @@ class EventStream(Response):
                     if batch is None:
                         await self._write(send, _COMMENT)
                     elif batch:
-                        await self._write(send, "".join([f"data: {event}\n\n" for event in batch]).encode())
-            await self._write(send, f"data: {DONE}\n\n".encode(), more=False)
+                        await self._write(send, "".join([event.frame() for event in batch]).encode())
+            done = self._exchange.protocol.done
+            await self._write(send, Event(done).frame().encode() if done else b"", more=False)
         except BaseException as error:
             failure = error
             if not isinstance(error, Exception):
                 raise
             if not _is_disconnect(error):
-                problem = as_problem(_told(error))
-                await self._write(send, b"data: " + envelope(str(problem), problem.status) + b"\n\n")
+                await self._write(send, error_frame(as_problem(_told(error)), self._exchange.protocol.name))
             if not isinstance(error, DsufError | Interrupted):
                 raise
         finally:

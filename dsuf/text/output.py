@@ -14,19 +14,19 @@ import deepseek_recipe as dr
 import msgspec
 
 from dsuf import __version__
-from dsuf.engine.messages import Admitted, TokenLogprobs, Tokens
+from dsuf.engine.messages import Admitted, Tokens
+from dsuf.text.events import Event, finite
 from dsuf.text.prompt import ChatText, Prompt
+from dsuf.text.protocols import CHAT, MESSAGES, RESPONSES, settle
 
-DONE = dr.ChatCompletionResponse.sse_done_data()
-_FINGERPRINT = f"fp_dsuf_{__version__}"
-_LOGPROB_FLOOR = -9999.0  # JSON has no infinity; the public API writes this
+FINGERPRINT = f"fp_dsuf_{__version__}"
 _REASONS = {"stop": dr.InferenceFinishReason.Stop, "length": dr.InferenceFinishReason.Length}
 
 
 class Reply:
     """The answer to one prompt, as it comes. One task at a time may use it.
 
-    `ready`, `tokens` and `finish` return the JSON of the events to stream; with `prompt.stream` false they return
+    `ready`, `tokens` and `finish` return the events to stream; with `prompt.stream` false they return
     nothing and `body` gives the whole response at the end.
     """
 
@@ -34,14 +34,16 @@ class Reply:
         self.id = reply_id
         self.completion_tokens = 0  # as usage reports them: without an ending EOS
         self.reasoning_tokens: int | None = None
-        self.finish_reason: str | None = None  # the protocol's, set at the end
-        self._prompt = prompt
+        self.finish_reason: str | None = None  # in Chat Completions' words, set at the end
+        self._prompt, self._protocol = prompt, prompt.protocol
         self._open_ids = text.vocabulary.open_ids
         options = prompt.converted.parsing_options
         self._one_by_one = bool(options.stop_sequences) or prompt.sampling.logprobs is not None
-        generator = dr.ChatCompletionRequest.chunk_generator(prompt.converted, reply_id, prompt.model)
+        generator = self._protocol.request.chunk_generator(prompt.converted, reply_id, prompt.model)
+        if self._protocol is RESPONSES:
+            generator = generator.with_namespace_tool_map(prompt.tool_names).with_echo(prompt.echo)
         self._processor = dr.StreamProcessor(generator, options, text.vocabulary.tokenizer)
-        self._response: dr.ChatCompletionResponse | None = None
+        self._response: Any = None  # accumulates an answer that is not streamed
         self._ended = False
 
     @property
@@ -49,16 +51,16 @@ class Reply:
         """True after the end, and as soon as a stop string matched: the engine must then be told to stop."""
         return self._ended
 
-    def ready(self, event: Admitted) -> list[str]:
-        """Prefill has started: the role chunk."""
+    def ready(self, event: Admitted) -> list[Event]:
+        """Prefill has started: the protocol's opening events."""
         if not self._prompt.stream:
-            self._response = dr.ChatCompletionResponse(
+            self._response = self._protocol.response(
                 self.id, self._prompt.model, int(time.time()), event.prompt_tokens, event.cached_tokens
             )
         usage = dr.PromptUsage(prompt_tokens=event.prompt_tokens, prompt_cache_hit_tokens=event.cached_tokens)
-        return self._push(dr.InferenceChunk.ready(prompt_usage=usage, system_fingerprint=_FINGERPRINT))
+        return self._push(dr.InferenceChunk.ready(prompt_usage=usage, system_fingerprint=FINGERPRINT))
 
-    def tokens(self, event: Tokens) -> list[str]:
+    def tokens(self, event: Tokens) -> list[Event]:
         """What one or more steps emitted; ids after the end of a stop string are dropped."""
         ids, logprobs = self._visible(event)
         if not ids:
@@ -67,7 +69,7 @@ class Reply:
         if not self._one_by_one and ids[-1] not in self._open_ids:
             self.completion_tokens += len(ids)
             return self._push(dr.InferenceChunk.tokens(ids))
-        events: list[str] = []
+        events: list[Event] = []
         for i, token in enumerate(ids):
             self.completion_tokens += 1
             events += self._push(dr.InferenceChunk.tokens([token], logprobs and logprobs[i : i + 1]))
@@ -75,7 +77,7 @@ class Reply:
                 break
         return events
 
-    def finish(self, reason: Literal["stop", "length"]) -> list[str]:
+    def finish(self, reason: Literal["stop", "length"]) -> list[Event]:
         """The engine has ended the answer: what was held back, the finish chunk and, if asked for, the usage chunk."""
         return self._push(dr.InferenceChunk.finish(_REASONS[reason]))
 
@@ -99,9 +101,9 @@ class Reply:
             ids, given = [ids[i] for i in kept], given and [given[i] for i in kept]
         if self._prompt.sampling.logprobs is None or given is None:
             return ids, None
-        return ids, [_finite(entry) for entry in given]
+        return ids, [finite(entry) for entry in given]
 
-    def _push(self, chunk: dr.InferenceChunk) -> list[str]:
+    def _push(self, chunk: dr.InferenceChunk) -> list[Event]:
         chunks = self._processor.push(chunk)
         self._ended = self._processor.finished
         if not self._prompt.stream:
@@ -109,35 +111,28 @@ class Reply:
                 for item in chunks:
                     self._response.accumulate(item)
             return []
-        events = [item.to_json() for item in chunks]
+        response = self._protocol.response
+        events = [Event(item.to_json(), response.sse_event_name(item)) for item in chunks]
         if self._ended:
-            events[-1:] = self._last_events(events[-1])
+            self._settle_last(events)
         return events
 
-    def _last_events(self, finish_chunk: str) -> list[str]:
-        """The finish chunk with the usage settled and, with include_usage, a second one that carries only the usage.
+    def _settle_last(self, events: list[Event]) -> None:
+        """The event with the usage gets our count and, in a chat with include_usage, a successor with the usage alone.
 
         DeepSeek documents the first form; benchmark clients read only the second.
         """
-        document = self._settle(finish_chunk)
-        events = [_encode(document)]
-        if self._prompt.include_usage:
-            events.append(_encode({**document, "choices": []}))
-        return events
+        last = len(events) - (2 if self._protocol is MESSAGES else 1)  # before message_stop
+        document = self._settle(events[last].data)
+        events[last] = Event(_encode(document), events[last].name)
+        if self._prompt.include_usage and self._protocol is CHAT:
+            events.append(Event(_encode({**document, "choices": []})))
 
     def _settle(self, text: str) -> dict[str, Any]:
-        """The last chunk or the response with this reply's own token count; notes how it ended."""
+        """The last event or the response with this reply's own token count; notes how it ended."""
         document = msgspec.json.decode(text)
-        usage = document["usage"]
-        usage["completion_tokens"] = self.completion_tokens
-        usage["total_tokens"] = usage["prompt_tokens"] + self.completion_tokens
-        self.reasoning_tokens = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens")
-        self.finish_reason = document["choices"][0]["finish_reason"]
+        self.finish_reason, self.reasoning_tokens = settle(self._protocol, document, self.completion_tokens)
         return document
-
-
-def _finite(entry: TokenLogprobs) -> tuple[float, list[tuple[int, float]]]:
-    return max(entry.logprob, _LOGPROB_FLOOR), [(token, max(value, _LOGPROB_FLOOR)) for token, value in entry.top]
 
 
 def _encode(document: dict[str, Any]) -> str:

@@ -1,13 +1,13 @@
-"""A Chat Completions body to token ids, limits and sampling: the checks and defaults around deepseek-recipe.
+"""Requests of the chat protocols to token ids, limits and sampling: the checks and defaults around deepseek-recipe.
 
-The recipe parses, validates and renders; this file adds what it leaves out (model names, the newer field names,
-extensions of benchmark clients, the checkpoint's own sampling defaults, the clamp to the room left) and refuses by name
-what this build does not do. Ids come from the recipe's prompt encoding, which keeps special-token spellings inside user
-text as plain text.
+The recipe parses, validates and renders; this file adds what it leaves out (model names, the checkpoint's own sampling
+defaults, the clamp to the room left, constraints on the answer) and refuses by name what this build does not do. Ids
+come from the recipe's prompt encoding, which keeps special-token spellings inside user text as plain text.
 """
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -21,6 +21,10 @@ import msgspec
 from dsuf.engine.messages import Request, Sampling
 from dsuf.errors import CheckpointError, NotSupported, PromptError
 from dsuf.spec import Spec
+from dsuf.text.fields import MAX_NEW_TOKENS, Extensions, decode, output_schema
+from dsuf.text.grammar import Grammar
+from dsuf.text.protocols import CHAT, MESSAGES, RESPONSES, Protocol
+from dsuf.text.tool_grammar import tool_call_grammar
 from dsuf.text.vocabulary import Vocabulary, read_vocabulary
 
 MODEL_NAMES = (
@@ -34,29 +38,8 @@ MODEL_NAMES = (
 )
 NO_THINKING_NAMES = ("deepseek-chat",)  # keeps its older meaning: thinking off unless asked for
 THINKING_MIN_TOP_P = 0.95  # the recipe says so in single precision
-MAX_NEW_TOKENS = 393_216  # the recipe's bound on max_tokens
+OTHER_NAMES = "claude"  # Messages only: names that begin so are served by this model, as the public API does
 NO_IMAGES = "image input is not supported by this build"
-
-
-class _Extensions(msgspec.Struct):
-    """Fields that the recipe ignores or that it fills where the request is silent."""
-
-    ignore_eos: bool | None = None
-    min_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_NEW_TOKENS)] | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None  # -1 and 0: off
-    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=2)] | None = None
-    logit_bias: dict[str, Any] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    max_tokens: int | None = None
-    stream_options: dict[str, Any] | None = None
-
-    def refuse_unsupported(self) -> None:
-        """Raise NotSupported for a field that asks for something this build does not do."""
-        for name, neutral in (("logit_bias", {}), ("min_p", 0), ("repetition_penalty", 1)):
-            if getattr(self, name) not in (None, neutral):
-                raise NotSupported(f"{name} is not supported by this build. Leave it out.")
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True):
@@ -69,8 +52,9 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One request, ready for the engine and for parsing its answer."""
+    """One request, ready for the engine and for formatting its answer."""
 
+    protocol: Protocol
     model: str  # the name that the client sent
     ids: list[int]
     stream: bool
@@ -81,7 +65,12 @@ class Prompt:
     ignore_eos: bool
     min_tokens: int
     tokenize_s: float
-    converted: dr.ConversationRequest
+    constraint: str | None = None
+    converted: dr.ConversationRequest | None = None  # of a recipe's protocol
+    tool_names: dict[str, tuple[str, str]] | None = None  # Responses: names of namespace tools
+    echo: dr.ResponsesEcho | None = None  # Responses: settings that the answer repeats
+    stops: tuple[str, ...] = ()  # text completions: their own stop strings
+    echoed: str = ""  # text completions: the prompt, where it is asked for in front of the answer
 
     def request(self, request_id: str, priority: int = 0) -> Request:
         """The engine's request under `request_id`."""
@@ -93,8 +82,21 @@ class Prompt:
             eos_ids=[self.eos_id],
             ignore_eos=self.ignore_eos,
             min_tokens=self.min_tokens,
+            constraint=self.constraint,
             priority=priority,
         )
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A body of a chat protocol, understood."""
+
+    model: str
+    document: dict[str, Any]
+    converted: dr.ConversationRequest
+    extensions: Extensions
+    tool_names: dict[str, tuple[str, str]] | None
+    echo: dr.ResponsesEcho | None
 
 
 class ChatText:
@@ -159,43 +161,104 @@ class ChatText:
         )
 
     def chat(self, body: bytes | dict[str, Any]) -> Prompt:
-        """Parse, check, render and encode one Chat Completions body.
+        """`prompt` for Chat Completions."""
+        return self.prompt(CHAT, body)
+
+    def prompt(self, protocol: Protocol, body: bytes | dict[str, Any]) -> Prompt:
+        """Parse, check, render and encode one body of a chat protocol.
 
         Raises PromptError or NotSupported (both HTTP 400) with the message for the client. Costs about 0.1 ms for a
         short request and 2 s a million tokens, most of it without the interpreter lock.
         """
         begin = time.perf_counter()
-        request, extensions = _parse(body)
-        extensions.refuse_unsupported()
-        model = request.model
-        options = self._options_without_thinking if model in NO_THINKING_NAMES else self._options
-        try:
-            converted = request.convert(options)
-        except (dr.ConversionError, ValueError) as error:
-            raise PromptError(str(error)) from None
-        conversation = converted.conversation
-        _refuse_unsupported_content(conversation)
-        ids = self._encoding.encode(conversation)
-        max_tokens = self._max_tokens(converted, len(ids))
-        # Clients take a `stop` with nothing in it for a broken server and retry (the official harness: EMPTY_RESPONSE).
-        min_tokens = 1 if extensions.min_tokens is None else extensions.min_tokens
-        if min_tokens > (limit := converted.inference_options.max_tokens or max_tokens):
-            raise PromptError(f"min_tokens is {min_tokens}, expected at most max_tokens, which is {limit}.")
+        asked = self._parse(protocol, body)
+        converted, extensions = asked.converted, asked.extensions
+        ids = self._encode(converted.conversation)
+        constraint = self._constraint(protocol, asked)
+        max_tokens = self.max_tokens(converted, len(ids))
+        limit = converted.inference_options.max_tokens or max_tokens
         return Prompt(
-            model=model,
+            protocol=protocol,
+            model=asked.model,
             ids=ids,
             stream=converted.stream,
-            include_usage=bool((extensions.stream_options or {}).get("include_usage")),
+            include_usage=extensions.include_usage,
             max_tokens=max_tokens,
             sampling=self._sampling(converted, extensions),
             eos_id=self.vocabulary.eos_id,
             ignore_eos=bool(extensions.ignore_eos),
-            min_tokens=min(min_tokens, max_tokens),
+            min_tokens=min(least_tokens(extensions.min_tokens, limit, default=1), max_tokens),
             tokenize_s=time.perf_counter() - begin,
+            constraint=constraint and constraint.encode(),
             converted=converted,
+            tool_names=asked.tool_names,
+            echo=asked.echo,
         )
 
-    def _max_tokens(self, converted: dr.ConversationRequest, prompt_tokens: int) -> int:
+    def count(self, protocol: Protocol, body: bytes | dict[str, Any]) -> list[int]:
+        """The prompt's ids alone, with no word on whether they leave room for an answer. Raises as `prompt` does."""
+        return self._encode(self._parse(protocol, body).converted.conversation)
+
+    def _parse(self, protocol: Protocol, body: bytes | dict[str, Any]) -> _Asked:
+        document = decode(body)
+        edited = protocol.fields(document)
+        model = document.get("model")
+        if protocol is MESSAGES and isinstance(model, str) and model.startswith(OTHER_NAMES):
+            edited = {**edited, "model": MODEL_NAMES[0]}
+        options = self._options_without_thinking if model in NO_THINKING_NAMES else self._options
+        try:
+            extensions = msgspec.convert(edited, Extensions)
+            extensions.refuse_unsupported()
+            unchanged = isinstance(body, bytes) and edited is document
+            request = protocol.request(body if unchanged else msgspec.json.encode(edited))
+            tool_names = request.namespace_tool_map(options) if protocol is RESPONSES else None
+            echo = request.echo() if protocol is RESPONSES else None
+            converted = request.convert(options)
+        except msgspec.ValidationError as error:
+            raise PromptError(f"invalid request body: {error}") from None
+        except RecursionError:
+            raise PromptError("invalid JSON request: nested too deeply") from None
+        except (dr.ConversionError, ValueError, TypeError) as error:
+            raise PromptError(str(error)) from None
+        return _Asked(model, document, converted, extensions, tool_names, echo)
+
+    def _encode(self, conversation: dr.Conversation) -> list[int]:
+        """Ids of the rendered prompt. Raises NotSupported for images."""
+        if any(message.image_sources for message in conversation.messages):
+            raise NotSupported(NO_IMAGES)
+        return self._encoding.encode(conversation)
+
+    def _constraint(self, protocol: Protocol, asked: _Asked) -> Grammar | None:
+        """What the answer must fit, checked: a schema, a regular expression, or the call that must be made."""
+        conversation, known = asked.converted.conversation, self.vocabulary
+        given = asked.converted.inference_options.output_constraint
+        schema = output_schema(asked.document) if protocol is MESSAGES else None
+        if conversation.response_format == "json_schema":
+            schema = given.schema if given.kind == "json" else json.dumps(conversation.response_schema)
+        elif conversation.response_format == "json_object":
+            schema = ""
+        demanded = given is not None and given.kind == "tool_call_required"
+        calls = given is not None and given.kind == "tool_call"
+        stage = asked.converted.parsing_options.thinking_initial_stage
+        think_end = known.think_end_id if stage is not None and stage.starts_in_reasoning() else None
+        if demanded:
+            made = tool_call_grammar(given.schema, known.dsml_id)
+        elif schema is not None:
+            made = Grammar("json", schema, think_end, (known.less_id, known.dsml_id) if calls else None)
+        elif conversation.response_format == "regex":
+            if calls:
+                raise NotSupported("response_format regex beside tools is not supported by this build. Use either.")
+            made = Grammar("regex", conversation.response_regex, think_end)
+        else:
+            return None
+        if conversation.messages[-1].prefix:
+            raise NotSupported("a constrained answer that continues a prefix is not supported by this build.")
+        if asked.extensions.ignore_eos or (asked.extensions.min_tokens or 0) > 1:
+            raise NotSupported("ignore_eos and min_tokens are not supported with a constrained answer. Leave them out.")
+        made.check()
+        return made
+
+    def max_tokens(self, converted: dr.ConversationRequest, prompt_tokens: int) -> int:
         """Tokens that may be made: as asked, else the checkpoint's default, else the recipe's; cut to the room left."""
         asked = converted.inference_options.max_tokens
         room = self.context_limit - prompt_tokens
@@ -209,7 +272,7 @@ class ChatText:
             raise PromptError(str(error)) from None
         return min(wanted, room)
 
-    def _sampling(self, converted: dr.ConversationRequest, extensions: _Extensions) -> Sampling:
+    def _sampling(self, converted: dr.ConversationRequest, extensions: Extensions) -> Sampling:
         """Sampling as asked; the checkpoint's defaults, then the recipe's, where the request is silent.
 
         With thinking the public API ignores a given temperature, so that one counts as silent, and the recipe raises
@@ -221,59 +284,26 @@ class ChatText:
             temperature = None
             top_p = None if top_p is None else max(top_p, THINKING_MIN_TOP_P)
         return Sampling(
-            temperature=_first(temperature, defaults.temperature, options.temperature),
-            top_p=_first(top_p, defaults.top_p, options.top_p),
+            temperature=first(temperature, defaults.temperature, options.temperature),
+            top_p=first(top_p, defaults.top_p, options.top_p),
             top_k=max(extensions.top_k or 0, 0),
-            seed=secrets.randbits(63) if options.seed is None else options.seed,
+            seed=secrets.randbits(63) if extensions.seed is None else extensions.seed,
             logprobs=(options.top_logprobs or 0) if options.logprobs else None,
         )
 
 
-def _parse(body: bytes | dict[str, Any]) -> tuple[dr.ChatCompletionRequest, _Extensions]:
-    """The recipe's request, with the field names it does not know translated, and the fields that it ignores."""
-    try:
-        document = msgspec.json.decode(body) if isinstance(body, bytes) else body
-        if not isinstance(document, dict):
-            raise PromptError("invalid request body: expected a JSON object")
-        edited = _translate(document)
-        parsed = dr.ChatCompletionRequest(body if edited is document else msgspec.json.encode(edited))
-        return parsed, msgspec.convert(edited, _Extensions)
-    except msgspec.ValidationError as error:
-        raise PromptError(f"invalid request body: {error}") from None
-    except (msgspec.MsgspecError, UnicodeError) as error:
-        raise PromptError(f"invalid JSON request: {error}") from None
-    except RecursionError:
-        raise PromptError("invalid JSON request: nested too deeply") from None
-    except (dr.ConversionError, ValueError, TypeError) as error:
-        raise PromptError(str(error)) from None
-
-
-def _translate(document: dict[str, Any]) -> dict[str, Any]:
-    """`max_completion_tokens` -> `max_tokens`, role `developer` -> `system`; the same object when nothing applies."""
-    changed: dict[str, Any] = {}
-    if document.get("max_tokens") is None and document.get("max_completion_tokens") is not None:
-        changed["max_tokens"] = document["max_completion_tokens"]
-    messages = document.get("messages")
-    if isinstance(messages, list) and any(_is_developer(message) for message in messages):
-        changed["messages"] = [{**m, "role": "system"} if _is_developer(m) else m for m in messages]
-    return {**document, **changed} if changed else document
-
-
-def _is_developer(message: Any) -> bool:
-    return isinstance(message, dict) and message.get("role") == "developer"
-
-
-def _refuse_unsupported_content(conversation: dr.Conversation) -> None:
-    """Raise NotSupported for images and for output formats that only constrained sampling could promise."""
-    if any(message.image_sources for message in conversation.messages):
-        raise NotSupported(NO_IMAGES)
-    if conversation.response_format in ("json_schema", "regex"):
-        raise NotSupported(
-            f"response_format {conversation.response_format} is not supported by this build, because it does not "
-            "constrain sampling. Use json_object or leave it out."
-        )
-
-
-def _first(*values: float | None) -> float:
+def first(*values: float | None) -> float:
     """The first value that is given."""
     return next(value for value in values if value is not None)
+
+
+def least_tokens(asked: int | None, limit: int, default: int) -> int:
+    """min_tokens as asked. Raises PromptError above `limit`.
+
+    The default is 1: clients take a `stop` with nothing in it for a broken server and retry (the official harness:
+    EMPTY_RESPONSE).
+    """
+    least = default if asked is None else asked
+    if least > limit:
+        raise PromptError(f"min_tokens is {least}, expected at most max_tokens, which is {limit}.")
+    return least

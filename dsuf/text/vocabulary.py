@@ -38,6 +38,10 @@ class Vocabulary:
     bytes_of: tuple[bytes, ...]  # UTF-8 bytes that each token stands for; none for an id without a token
     open_ids: frozenset[int]  # tokens whose bytes are not whole UTF-8 characters
     eos_id: int
+    bos_id: int
+    think_end_id: int
+    dsml_id: int  # the marker of tool calls
+    less_id: int  # the "<" in front of it
 
 
 def read_vocabulary(tokenizer_json: str, spec: Spec) -> Vocabulary:
@@ -60,7 +64,20 @@ def read_vocabulary(tokenizer_json: str, spec: Spec) -> Vocabulary:
         )
     bytes_of = _bytes_of(parsed.model.vocab, added, spec.vocab_size)
     open_ids = frozenset(token for token, text in enumerate(bytes_of) if token not in added and not _whole(text))
-    return Vocabulary(tokenizer, special_tokens, bytes_of, open_ids, spec.eos_token_id)
+    think_end, dsml = (
+        tokenizer.encode(special_tokens.token(kind))[0] for kind in (dr.SpecialToken.ThinkingEnd, dr.SpecialToken.Dsml)
+    )
+    return Vocabulary(
+        tokenizer=tokenizer,
+        special_tokens=special_tokens,
+        bytes_of=bytes_of,
+        open_ids=open_ids,
+        eos_id=spec.eos_token_id,
+        bos_id=spec.bos_token_id,
+        think_end_id=think_end,
+        dsml_id=dsml,
+        less_id=tokenizer.encode("<")[0],
+    )
 
 
 def _special_token_findings(tokenizer: dr.Tokenizer, special_tokens: dr.SpecialTokens, spec: Spec) -> list[str]:

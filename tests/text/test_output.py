@@ -59,9 +59,9 @@ def play(answer, steps, reason="stop", logprobs=None):
     for ids in steps:
         events += answer.tokens(Tokens("x", ids, logprobs and [logprobs(token) for token in ids]))
         if answer.finished:
-            return [json.loads(event) for event in events]
+            return [json.loads(event.data) for event in events]
     events += answer.finish(reason)
-    return [json.loads(event) for event in events]
+    return [json.loads(event.data) for event in events]
 
 
 def joined(events, field="content"):
@@ -177,7 +177,7 @@ def test_a_stop_string_ends_the_reply_at_once():
     answer = reply(**OFF, stop="two")
     answer.ready(Admitted("x", 7))
     events = answer.tokens(Tokens("x", encode("One two three four")))
-    assert answer.finished and json.loads(events[-1])["choices"][0]["finish_reason"] == "stop"
+    assert answer.finished and json.loads(events[-1].data)["choices"][0]["finish_reason"] == "stop"
     assert answer.finish_reason == "stop" and answer.completion_tokens == len(encode("One two"))
 
 

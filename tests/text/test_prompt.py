@@ -232,8 +232,6 @@ def test_what_is_no_json_object_is_the_clients_error(raw):
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"min_p": 0.1}, "min_p"),
         ({"repetition_penalty": 1.2}, "repetition_penalty"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}}, "json_schema"),
-        ({"response_format": {"type": "regex", "regex": "a+"}}, "regex"),
     ],
 )
 def test_what_this_build_cannot_do_is_refused_by_name(fields, name):

@@ -1,0 +1,125 @@
+"""The paths that ask for an answer, one endpoint a protocol, and those that only count or spell tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from dsuf.server.link import Interrupted
+from dsuf.server.problems import HttpProblem
+from dsuf.server.record import Record
+from dsuf.server.service import Service
+from dsuf.server.stream import CLIENT_CLOSED, EventStream, Exchange, collect
+from dsuf.text.completion import completion
+from dsuf.text.prompt import Prompt
+from dsuf.text.protocols import COMPLETIONS, MESSAGES, Protocol
+from dsuf.text.spelling import detokenize, tokenize
+
+Result = TypeVar("Result")
+_SHORT_BODY = 16_384  # bytes; parsed and encoded in under a millisecond, so not worth a thread
+_SESSION_HEADERS = ("x-deepseek-harness-session-id", "x-session-id")
+_CLEAN_ID_LENGTH = 128
+
+
+def endpoint(protocol: Protocol) -> Callable[[Request], Awaitable[Response]]:
+    """The handler of one protocol's path, streamed or not."""
+
+    async def answer(request: Request) -> Response:
+        service: Service = request.app.state.service
+        session = _session_id(request)
+        record = Record(service.metrics, service.log, request.scope["request_id"], session, protocol.name)
+        exchange = Exchange(service, record)
+        try:
+            exchange.enter()
+            body = await read_body(request, service.options.max_body_bytes)
+            prompt = await in_thread(body, lambda: _prompt(service, protocol, body))
+            await exchange.start(prompt, f"{protocol.id_prefix}{uuid.uuid4().hex}")
+        except ClientDisconnect:
+            await exchange.close(Interrupted("disconnect"))
+            return _to_nobody()
+        except BaseException as error:
+            await exchange.close(error)
+            raise
+        if prompt.stream:
+            return EventStream(exchange)
+        try:
+            return _json(await collect(exchange, request.receive))
+        except Interrupted:
+            return _to_nobody()
+
+    return answer
+
+
+async def count_tokens(request: Request) -> Response:
+    """POST /messages/count_tokens: the length of the prompt that the same body would make."""
+    service: Service = request.app.state.service
+    body = await read_body(request, service.options.max_body_bytes)
+    ids = await in_thread(body, lambda: service.text.count(MESSAGES, body))
+    return _json(msgspec.json.encode({"input_tokens": len(ids)}))
+
+
+async def tokenize_text(request: Request) -> Response:
+    """POST /tokenize: `{prompt}` or a chat body to `{tokens, count, max_model_len}`."""
+    service: Service = request.app.state.service
+    body = await read_body(request, service.options.max_body_bytes)
+    ids = await in_thread(body, lambda: tokenize(service.text, body))
+    answer = {"count": len(ids), "max_model_len": service.text.context_limit, "tokens": ids}
+    return _json(msgspec.json.encode(answer))
+
+
+async def detokenize_ids(request: Request) -> Response:
+    """POST /detokenize: `{tokens}` to `{prompt}`."""
+    service: Service = request.app.state.service
+    body = await read_body(request, service.options.max_body_bytes)
+    text = await in_thread(body, lambda: detokenize(service.text, body))
+    return _json(msgspec.json.encode({"prompt": text}))
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The body. Raises HttpProblem 413 above the limit, once the client has sent as much again or all of it.
+
+    Closing a connection on a client that is still sending would often hide the answer from it.
+    """
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size <= max_bytes:
+            parts.append(part)
+        elif size > 2 * max_bytes:
+            break
+    if size > max_bytes:
+        raise HttpProblem(413, f"the body has more than {max_bytes} bytes. Send less.", {"connection": "close"})
+    return b"".join(parts)
+
+
+async def in_thread(body: bytes, work: Callable[[], Result]) -> Result:
+    """What `work` returns, from a worker thread when the body is long."""
+    return work() if len(body) <= _SHORT_BODY else await asyncio.to_thread(work)
+
+
+def _prompt(service: Service, protocol: Protocol, body: bytes) -> Prompt:
+    """Parse and encode."""
+    return completion(service.text, body) if protocol is COMPLETIONS else service.text.prompt(protocol, body)
+
+
+def _session_id(request: Request) -> str | None:
+    for name in _SESSION_HEADERS:
+        value = request.headers.get(name)
+        if value and len(value) <= _CLEAN_ID_LENGTH and value.isprintable():
+            return value
+    return None
+
+
+def _to_nobody() -> Response:
+    return Response(status_code=CLIENT_CLOSED)
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")

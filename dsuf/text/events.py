@@ -1,0 +1,60 @@
+"""One event of a streamed answer, and the text of growing token lists."""
+
+from __future__ import annotations
+
+import codecs
+from typing import NamedTuple
+
+from dsuf.engine.messages import TokenLogprobs
+
+_LOGPROB_FLOOR = -9999.0  # JSON has no infinity; the public API writes this
+
+
+class Event(NamedTuple):
+    """What one server-sent event carries; Chat Completions and text completions leave theirs unnamed."""
+
+    data: str  # JSON
+    name: str | None = None
+
+    def frame(self) -> str:
+        """The event on the wire."""
+        return f"data: {self.data}\n\n" if self.name is None else f"event: {self.name}\ndata: {self.data}\n\n"
+
+
+class StopText:
+    """Text up to the first stop string, given out as soon as it cannot be the beginning of one."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self.stopped = False
+        self._stops, self._held = stops, ""
+        self._bytes = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, token: bytes) -> str:
+        """Take the bytes of one token; returns what became certain. Nothing may follow once `stopped` is true."""
+        self._held += self._bytes.decode(token)
+        found = [at for at in map(self._held.find, self._stops) if at >= 0]
+        if found:
+            self.stopped = True
+            return self._held[: min(found)]
+        return self._give(len(self._held) - self._open_length())
+
+    def flush(self) -> str:
+        """The end: what was held back, without the bytes of an unfinished character."""
+        return self._give(len(self._held))
+
+    def _give(self, length: int) -> str:
+        given, self._held = self._held[:length], self._held[length:]
+        return given
+
+    def _open_length(self) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        longest = max(map(len, self._stops), default=1) - 1
+        for length in range(min(longest, len(self._held)), 0, -1):
+            if any(stop.startswith(self._held[-length:]) for stop in self._stops):
+                return length
+        return 0
+
+
+def finite(entry: TokenLogprobs) -> tuple[float, list[tuple[int, float]]]:
+    """(logprob, [(token, logprob)]) without infinities."""
+    return max(entry.logprob, _LOGPROB_FLOOR), [(token, max(value, _LOGPROB_FLOOR)) for token, value in entry.top]
