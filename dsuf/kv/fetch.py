@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -65,7 +64,6 @@ class Fetcher:
         self.store, self.peers, self.rates = store, peers, rates
         self.bytes_by_path: dict[str, int] = {}
         self.undoing: set[asyncio.Task[None]] = set()
-        self.on_damage: Callable[[str], None] = lambda what: None
         self._loop = asyncio.get_running_loop()
 
     async def ask(self, holder: Holder, key: bytes, names: Names, here_tokens: int) -> Granted:
@@ -265,8 +263,8 @@ class Fetcher:
 
     def _judge(self, slot: int | None, granted: Granted) -> None:
         if slot is not None:
-            self.on_damage(f"pulled from {granted.holder.sid} by {granted.path}")
-            raise Fallback("digest", "a page that was pulled is not what its owner saved")
+            sid, path = granted.holder.sid, granted.path
+            raise Fallback("digest", f"a page pulled from {sid} by {path} is not what its owner saved")
 
 
 def _damaged(arena: object, slots: np.ndarray, digests: np.ndarray) -> int | None:

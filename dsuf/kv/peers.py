@@ -186,10 +186,9 @@ class Peers:
         channel = None
         try:
             async with asyncio.timeout(CONNECT_S):
-                sock = await self._dial(holder.address)
-            channel = Channel(sock)
-            offered = {name: offer for name, offer in offers.items() if offer is not None}
-            peer = await channel.meet(self._key, self._me, offered, "control")
+                channel = Channel(await self._dial(holder.address))
+                offered = {name: offer for name, offer in offers.items() if offer is not None}
+                peer = await channel.meet(self._key, self._me, offered, "control")
             if (peer.sid, peer.boot) != (holder.sid, holder.boot):
                 raise Refused("another server answers at that address by now")
         except (OSError, TimeoutError, Refused, ChannelBroken) as error:

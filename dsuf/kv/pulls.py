@@ -135,6 +135,10 @@ class Pulls:
             pull.task = asyncio.create_task(self._run(pull))
             pull.task.add_done_callback(functools.partial(self._ran, pull))
             return pull
+        except Fallback:
+            raise
+        except Exception as error:  # a fault of ours is no reason for a request to fail
+            raise Fallback("fault", f"{type(error).__name__}: {error}") from error
         finally:
             self._asking.pop(key, None)
 

@@ -112,7 +112,10 @@ def reader_steps(world, i, safeguards):
         boot, entry = reader.record
         fits = ("boot" not in safeguards or boot == world.boot) and ("entry" not in safeguards or entry == world.entry)
         if fits and not world.filling:
-            yield f"reader {i} gets a lease", become(at="reading", kept=True)._replace(leases=put(world.leases, i, True))
+            yield (
+                f"reader {i} gets a lease",
+                become(at="reading", kept=True)._replace(leases=put(world.leases, i, True)),
+            )
         else:
             yield f"reader {i} is refused and recomputes", become(at="fell back")
     elif reader.at == "reading":
