@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import time
 from typing import Any, Literal
 
@@ -109,6 +110,7 @@ class _Logprobs:
 
     def __init__(self, bytes_of: tuple[bytes, ...], prompt: Prompt) -> None:
         self._bytes_of, self._offset = bytes_of, len(prompt.echoed)
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._lists = self._empty()
 
     def add(self, token: int, given: TokenLogprobs) -> None:
@@ -122,7 +124,7 @@ class _Logprobs:
             ("text_offset", self._offset),
         ):
             self._lists[name].append(value)
-        self._offset += len(text)
+        self._offset += len(self._decoder.decode(self._bytes_of[token]))
 
     def take(self) -> dict[str, Any] | None:
         """What was added since the last time, if anything."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import llguidance
@@ -67,49 +67,47 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TokenGrammars:
-    """Compiles constraints for one tokenizer, in a thread of its own: the wheel of the engine goes on meanwhile."""
+    """Compiles constraints for one tokenizer. May be called in any thread; the interpreter lock is free meanwhile."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_id: int) -> None:
         self.vocab_size, self.eos_id = vocab_size, eos_id
-        self._worker = ThreadPoolExecutor(1, "grammar")
         # about a second for V4.1's vocabulary, long over when the first request comes
-        self._tokenizer = self._worker.submit(_open_tokenizer, tokenizer_json, vocab_size, eos_id)
+        opening = ThreadPoolExecutor(1, "grammar")
+        self._tokenizer = opening.submit(_open_tokenizer, tokenizer_json, vocab_size, eos_id)
+        opening.shutdown(wait=False)
 
     def __call__(self, constraint: str) -> TokenConstraint:
-        """The constraint of one request. Raises PromptError for a string that is no `Grammar`."""
+        """The constraint of one request, compiled. Raises PromptError for a string that is no usable `Grammar`."""
         try:
             grammar = msgspec.json.decode(constraint, type=Grammar)
         except msgspec.MsgspecError as error:
             raise PromptError(f"the constraint is not one: {error}") from None
-        matcher = self._worker.submit(self._compile, grammar.compiled_text())
-        return TokenConstraint(grammar, matcher, self.vocab_size, self.eos_id)
-
-    def _compile(self, text: str) -> llguidance.LLMatcher:
-        matcher = llguidance.LLMatcher(self._tokenizer.result(), text, limits=_LIMITS)
+        matcher = llguidance.LLMatcher(self._tokenizer.result(), grammar.compiled_text(), limits=_LIMITS)
         if not matcher.is_error():
             matcher.compute_bitmask()  # the first mask builds what later ones look up
-        return matcher
+        if matcher.is_error():
+            raise PromptError(f"the constraint cannot be kept: {_reason(matcher.get_error())}.")
+        return TokenConstraint(grammar, matcher, self.vocab_size, self.eos_id)
 
 
 class TokenConstraint:
     """Which tokens may come next in one answer. `fill` looks ahead along drafts, `advance` commits."""
 
-    def __init__(self, grammar: Grammar, matcher: Future[llguidance.LLMatcher], vocab_size: int, eos_id: int) -> None:
-        self._grammar, self._compiling, self._eos = grammar, matcher, eos_id
+    def __init__(self, grammar: Grammar, matcher: llguidance.LLMatcher, vocab_size: int, eos_id: int) -> None:
+        self._grammar, self._matcher, self._eos = grammar, matcher, eos_id
         self._vocab_size = vocab_size
-        self._matcher: llguidance.LLMatcher | None = None  # once it is needed
         self._state = "reasoning" if grammar.think_end is not None else "start"
 
-    def fill(self, drafts: Sequence[int], mask: np.ndarray) -> int:
-        """Write rows 0..n of `mask`, uint32 [>= 1 + len(drafts), words of 32 tokens], and return n.
+    def fill(self, masks: np.ndarray, drafts: Sequence[int]) -> int:
+        """Write rows 0..n of `masks`, uint32 [>= 1 + len(drafts), words of 32 tokens], and return n.
 
         Bit t % 32 of word t // 32 in row i is set when token t may follow the committed tokens and drafts[:i]. n is the
         number of drafts that may be kept; rows beyond are left as they are. Nothing is committed.
         """
         ahead = self._copy()
         for row in range(len(drafts) + 1):
-            ahead._write(mask[row])
-            if row == len(drafts) or not _has(mask[row], drafts[row]):
+            ahead._write(masks[row])
+            if row == len(drafts) or not _has(masks[row], drafts[row]):
                 break
             ahead._take(drafts[row])
         return row
@@ -119,18 +117,10 @@ class TokenConstraint:
         for token in ids:
             self._take(token)
 
-    def _compiled(self) -> llguidance.LLMatcher:
-        if self._matcher is None:
-            self._matcher = self._compiling.result().deep_copy()
-        if self._matcher.is_error():
-            raise PromptError(f"the constraint cannot be kept: {_reason(self._matcher.get_error())}.")
-        return self._matcher
-
     def _copy(self) -> TokenConstraint:
         """Costs microseconds. The matcher's own rollback does not count the bytes of special tokens right."""
         copied = copy.copy(self)
-        if self._matcher is not None:
-            copied._matcher = self._matcher.deep_copy()
+        copied._matcher = self._matcher.deep_copy()
         return copied
 
     def _write(self, row: np.ndarray) -> None:
@@ -148,7 +138,7 @@ class TokenConstraint:
             row[:] = 0
             _set(row, self._eos, True)
         else:
-            self._compiled().unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
             if state == "start" and self._grammar.call_start is not None:
                 _set(row, self._grammar.call_start[0], True)
 
@@ -163,9 +153,9 @@ class TokenConstraint:
             self._state = "call opens"
         elif state == "call opens" and token == opens[1]:
             self._state = "calls"
-        elif token == self._eos and (state == "ended" or self._compiled().is_accepting()):
+        elif token == self._eos and (state == "ended" or self._matcher.is_accepting()):
             self._state = "ended"
-        elif state in ("start", "answer") and self._compiled().try_consume_tokens([token]) == 1:
+        elif state in ("start", "answer") and self._matcher.try_consume_tokens([token]) == 1:
             self._state = "answer"
         else:
             raise EngineGone(

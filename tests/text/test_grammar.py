@@ -76,14 +76,14 @@ def fits(made, text):
     """Whether the answer `text` may be given, token by token."""
     mask = rows(len(encode(text)) + 2)
     ids = [*encode(text), EOS]
-    return made.fill(ids, mask) == len(ids)
+    return made.fill(mask, ids) == len(ids)
 
 
 def walk(made, rng, limit=400):
     """A random answer, ending with EOS wherever that is allowed half of the time."""
     mask, ids = rows(1), []
     while len(ids) < limit:
-        made.fill([], mask)
+        made.fill(mask, [])
         choices = allowed(mask[0])
         assert choices, "nothing may follow"
         token = EOS if EOS in choices and rng.random() < 0.5 else rng.choice(choices)
@@ -131,11 +131,11 @@ def test_rows_along_drafts_are_the_rows_of_single_steps(data):
         if wrong < len(drafts):
             drafts[wrong] = data.draw(st.sampled_from([5, 30, DSML, EOS, *ids]))
         mask, one = rows(6), rows(1)
-        kept = ahead.fill(drafts, mask)
+        kept = ahead.fill(mask, drafts)
         for j in range(kept + 1):
             probe = grammars()(ahead._grammar.encode())
             probe.advance(ids[:i] + drafts[:j])
-            probe.fill([], one)
+            probe.fill(one, [])
             assert np.array_equal(mask[j], one[0])
         assert kept == len(drafts) or drafts[kept] not in allowed(mask[kept])
         assert not mask[kept + 1 :].any()
@@ -148,18 +148,18 @@ def test_rows_along_drafts_are_the_rows_of_single_steps(data):
 def test_reasoning_is_free_but_does_not_end_the_answer():
     made = constraint("json", json.dumps(PERSON), think_end=THINK_END)
     mask = rows(3)
-    assert made.fill([7, THINK_END], mask) == 2
+    assert made.fill(mask, [7, THINK_END]) == 2
     assert len(allowed(mask[0])) == VOCAB - 1 and EOS not in allowed(mask[0])
     assert len(allowed(mask[2])) < 20
     made.advance([7, 8, 9, THINK_END, *encode('{"name": "x", "age": 1}')])
-    made.fill([], mask)
+    made.fill(mask, [])
     assert allowed(mask[0]) == [EOS]
 
 
 def test_a_tool_call_may_stand_instead_of_the_answer():
     made = constraint("json", json.dumps(PERSON), call_start=OPENS)
     mask = rows(4)
-    assert made.fill([OPENS[0], DSML, 77], mask) == 3
+    assert made.fill(mask, [OPENS[0], DSML, 77]) == 3
     assert OPENS[0] in allowed(mask[0]) and allowed(mask[1]) == [DSML] and len(allowed(mask[2])) == VOCAB
     made.advance([*OPENS, 5, 6, EOS])
     assert OPENS[0] not in allowed_first(constraint("json", json.dumps(PERSON)))
@@ -167,7 +167,7 @@ def test_a_tool_call_may_stand_instead_of_the_answer():
 
 def allowed_first(made):
     mask = rows(1)
-    made.fill([], mask)
+    made.fill(mask, [])
     return allowed(mask[0])
 
 
@@ -217,5 +217,5 @@ def test_a_vocabulary_that_does_not_fill_its_last_word_has_no_bits_beyond():
     made = TokenGrammars(v41_tokenizer_json().decode(), VOCAB, EOS)(Grammar("json", "", think_end=THINK_END).encode())
     made._vocab_size = VOCAB - 5
     mask = rows(1)
-    made.fill([], mask)
+    made.fill(mask, [])
     assert max(allowed(mask[0])) == VOCAB - 6
