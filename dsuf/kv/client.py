@@ -43,17 +43,19 @@ class EngineClient:
         self._path = socket_path
         self._numbers = itertools.count(1)
         self._waiting: dict[int, Future[Any]] = {}
-        self._lock = threading.Lock()
+        self._lock, self._sending = threading.Lock(), threading.Lock()
         self._connection: wire.Connection | None = None
         self._tried_s = float("-inf")
 
     @property
     def connected(self) -> bool:
         """Whether there is an agent; tries to connect, at most once a second."""
-        if self._connection is None and time.monotonic() - self._tried_s >= RETRY_S:
-            self._tried_s = time.monotonic()
-            with contextlib.suppress(OSError, wire.WireError):
-                self._connect()
+        if self._connection is None:
+            with self._sending:
+                if self._connection is None and time.monotonic() - self._tried_s >= RETRY_S:
+                    self._tried_s = time.monotonic()
+                    with contextlib.suppress(OSError, wire.WireError):
+                        self._connect()
         return self._connection is not None
 
     def lookup_ids(self, request: str, tenant: str, ids: list[int]) -> Future[m.Found | m.Nothing]:
@@ -85,10 +87,7 @@ class EngineClient:
         """Say something that has no answer."""
         connection = self._connection
         if connection is not None:
-            try:
-                connection.send(message)
-            except (OSError, wire.WireError):
-                self._lost(connection)
+            self._send(connection, message)
 
     def slots(self, numbers: bytes) -> np.ndarray:
         """uint8 [n, slot_bytes]: a copy of these slots, in order."""
@@ -125,13 +124,17 @@ class EngineClient:
         number, connection = next(self._numbers), self._connection
         with self._lock:
             self._waiting[number] = future
+        self._send(connection, make(number))
+        return future
+
+    def _send(self, connection: wire.Connection | None, message: Any) -> None:
         try:
             if connection is None:
                 raise OSError(_GONE)
-            connection.send(make(number))
+            with self._sending:
+                connection.send(message)
         except (OSError, wire.WireError):
             self._lost(connection)
-        return future
 
     def _receive(self, connection: wire.Connection) -> None:
         with contextlib.suppress(OSError, wire.WireError):

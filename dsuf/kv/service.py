@@ -38,6 +38,8 @@ class Service:
         self._agent = agent
         self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._serving: set[asyncio.Task[Any]] = set()
+        self._connections: set[wire.AsyncConnection] = set()
         self._loop = asyncio.get_running_loop()
 
     async def open(self, path: Path) -> None:
@@ -53,7 +55,9 @@ class Service:
     async def close(self) -> None:
         """Hang up on everybody."""
         self._server.close()
-        for task in list(self._tasks):
+        await asyncio.gather(*(connection.close() for connection in self._connections))
+        await asyncio.sleep(0)  # the tasks that served them end by themselves
+        for task in self._tasks - self._serving:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._memory.close()
@@ -74,8 +78,9 @@ class Service:
                     socket.send_fds(sock, [b"m"], [self._agent.arena.fd])
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._keep(asyncio.current_task())
+        self._serving.add(self._keep(asyncio.current_task()))
         connection = wire.AsyncConnection(reader, writer, m.ToAgent)
+        self._connections.add(connection)
         pid, _, _ = _credentials(writer.get_extra_info("socket"))
         client, running = f"client {next(self._numbers)}", set()
         arena, store = self._agent.arena, self._agent.store
@@ -92,6 +97,8 @@ class Service:
                 task.cancel()
             self._agent.desk.owner_gone(client)
             self._keep(self._drop_writes(client, pid))
+            self._connections.discard(connection)
+            self._serving.discard(asyncio.current_task())
             await connection.close()
 
     async def _drop_writes(self, client: str, pid: int) -> None:
