@@ -48,7 +48,7 @@ class Port:
 
     @property
     def name(self) -> str:
-        """As --kv-rdma-ports spells it."""
+        """As a person names it."""
         return f"{self.device}:{self.number}"
 
     def __str__(self) -> str:
