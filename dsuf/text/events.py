@@ -22,7 +22,7 @@ class Event(NamedTuple):
 
 
 class StopText:
-    """Text up to the first stop string, given out as soon as it cannot be the beginning of one."""
+    """Text up to the stop string that is complete first, given out as soon as it cannot be the beginning of one."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self.stopped = False
@@ -32,10 +32,10 @@ class StopText:
     def feed(self, token: bytes) -> str:
         """Take the bytes of one token; returns what became certain. Nothing may follow once `stopped` is true."""
         self._held += self._bytes.decode(token)
-        found = [at for at in map(self._held.find, self._stops) if at >= 0]
+        found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
             self.stopped = True
-            return self._held[: min(found)]
+            return self._held[: min(found)[1]]
         return self._give(len(self._held) - self._open_length())
 
     def flush(self) -> str:
