@@ -177,7 +177,12 @@ class Agent:
         try:
             from dsuf.kv.transport.rdma import RdmaTransport
 
-            return await asyncio.to_thread(RdmaTransport.open, self.arena, ports=self.options.rdma_ports)
+            transport = await asyncio.to_thread(RdmaTransport.open, self.arena, ports=self.options.rdma_ports)
+            await transport.start()
+            if self.options.require_rdma and transport.offer() is None:
+                await transport.close()
+                raise TransportUnavailable("; ".join(transport.report()))
+            return transport
         except TransportUnavailable as error:
             if self.options.require_rdma:
                 raise EnvironmentProblem(f"--kv-require-rdma: {error}") from None
