@@ -65,7 +65,7 @@ class ControlServer:
         me: Identity,
     ) -> None:
         self.store, self.me = store, me
-        self.leaving = False
+        self.leaving = self._closed = False
         self.fences = self.refused = 0
         self._transports, self._data, self._key = transports, data, key
         self._numbers = itertools.count(1)
@@ -81,6 +81,7 @@ class ControlServer:
 
     async def close(self) -> None:
         """Stop listening, cut every reader off."""
+        self._closed = True
         for sock, task in self._listeners:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -92,7 +93,7 @@ class ControlServer:
 
     def serve(self, sock: socket.socket) -> None:
         """Serve one accepted connection, unless there are too many."""
-        if len(self._connections) >= MAX_CONNECTIONS:
+        if self._closed or len(self._connections) >= MAX_CONNECTIONS:
             sock.close()
             return
         task = self._keep(asyncio.create_task(self._serve(sock)))
