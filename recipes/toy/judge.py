@@ -61,21 +61,21 @@ def judge(backbone: Backbone, drafter: Drafter | None, sequences: list[Sequence]
             first = i * length
             rows = slice(first + s.prompt - 1, first + len(s.ids) - 1)
             margin = margins(backbone.logits(x[rows]), batch.ids[first + s.prompt : first + len(s.ids)]).min().item()
-            emitted = _steps(backbone, drafter, taps, batch, s, first, int(start[i, -1])) if drafter else []
+            emitted = _steps(backbone, drafter, taps[first : first + length], s, int(start[i, -1])) if drafter else []
             verdicts.append(Verdict(s, margin, emitted))
     return verdicts
 
 
-def _steps(backbone: Backbone, drafter: Drafter, taps: torch.Tensor, batch: Batch, s: Sequence, first: int, start: int) -> list[int]:
-    """Tokens per draft-and-verify step of a greedy run over the example (five drafts verified)."""
+def _steps(backbone: Backbone, drafter: Drafter, taps: torch.Tensor, s: Sequence, start: int) -> list[int]:
+    """Tokens per draft-and-verify step of a greedy run over the example (five drafts verified); its taps [T, 3 D]."""
     places = np.arange(s.prompt - 1, len(s.ids) - 2)
     if not len(places):
         return []
     device = taps.device
-    row = torch.as_tensor(places + first, device=device)
+    row, position = torch.as_tensor(places, device=device), torch.arange(len(taps), device=device)
     tokens = torch.as_tensor(s.ids[places + 1], device=device).unsqueeze(1).expand(-1, BLOCK + 1)
-    anchors = Anchors(row, torch.full_like(row, first), torch.full_like(row, start), tokens)
-    drafts = drafter.draft(backbone, taps, batch.position, anchors)[0].cpu().numpy()
+    anchors = Anchors(row, torch.zeros_like(row), torch.full_like(row, start), tokens)
+    drafts = drafter.draft(backbone, taps, position, anchors)[0].cpu().numpy()
     emitted, place = [], 0
     while place < len(places):
         true = s.ids[places[place] + 2 : places[place] + 2 + BLOCK]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -90,13 +90,20 @@ def test_a_cache_folder_that_cannot_be_used(tmp_path):
         resolve("noise", cache_dir=tmp_path / "file" / "cache")
 
 
-def test_toy_is_package_data(tmp_path, monkeypatch):
+def test_toy_is_unpacked_once_from_the_package(tmp_path, monkeypatch):
     monkeypatch.setattr(builtin.resources, "files", lambda package: tmp_path)
     with pytest.raises(CheckpointError, match="no checkpoint 'toy'"):
-        resolve("toy", cache_dir=tmp_path)
+        resolve("toy", cache_dir=tmp_path / "cache")
     (tmp_path / "toy").mkdir()
-    (tmp_path / "toy/config.json").write_text(json.dumps(micro_config()))
-    assert resolve("toy", cache_dir=tmp_path) == tmp_path / "toy"
+    with zipfile.ZipFile(tmp_path / "toy/toy.zip", "w") as archive:
+        archive.writestr("config.json", "{}")
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache/.toy-0123.partial").mkdir()
+    folder = resolve("toy", cache_dir=tmp_path / "cache")
+    assert (folder / "config.json").read_text() == "{}"
+    assert sorted(path.name for path in folder.parent.iterdir()) == sorted([folder.name, "toy.lock"])
+    before = folder.stat().st_mtime_ns
+    assert resolve("toy", cache_dir=tmp_path / "cache") == folder and folder.stat().st_mtime_ns == before
 
 
 def test_anything_else_is_a_path(tmp_path):
