@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from dsuf.engine.messages import FinishReason, TokenLogprobs
 from dsuf.engine.sequence import Sequence, StepRecord
+from dsuf.engine.tier import Buffer
 
 Progress = Callable[[str, float], None]  # what is being loaded, share of it done 0..1
-Buffer: TypeAlias = memoryview | bytearray  # bytes of the host
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,12 @@ class Emitted:
     """Tokens that one sequence got: from the end of its prefill (`record` None) or from a decode step."""
 
     sequence: Sequence
-    ids: list[int]  # already appended to sequence.emitted
+    ids: list[int]  # already appended to sequence.emitted; [] only with reason "error"
     reason: FinishReason | None = None  # set when the sequence ends with these
     logprobs: list[TokenLogprobs] | None = None
     record: StepRecord | None = None
     rows: int = 0  # rows that the decode step ran for this sequence
+    message: str = ""  # for reason "error": what happened to this sequence alone
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,9 @@ class StepCounts:
 class Backend(Protocol):
     """Memory and arithmetic of all sequences; called from one thread.
 
-    Memory for pages never runs short inside a backend: the engine sees to it that the sequences which have a cache need
-    at most `limits.cache_pages` together, a sequence in prefill being counted with its whole prompt, each with
-    `limits.lookahead` tokens more than it has.
+    Memory for pages never runs short inside a backend. A sequence takes them when its prefill begins or it is restored,
+    for the whole prompt, and when it is in a batch: pages for the tokens that it has and `limits.lookahead` more. The
+    engine sees to it that all together never take more than `limits.cache_pages`.
     """
 
     @property
@@ -90,7 +91,11 @@ class Backend(Protocol):
         ...
 
     def enqueue(self, batch: Items[Sequence]) -> int:
-        """Queue one decode step for these sequences; the number of the step. Ended ones are left out by the backend."""
+        """Queue one decode step for these sequences; the number of the step. Ended ones are left out by the backend.
+
+        At most `limits.max_rows` rows, each sequence counted with all drafts that it may verify. A sequence with a
+        constraint gets only tokens that it allows; where it has a fault, the sequence ends with reason "error".
+        """
         ...
 
     def poll(self) -> list[Emitted]:
@@ -100,7 +105,7 @@ class Backend(Protocol):
     def rewind(self, sequence: Sequence, position: int) -> None:
         """Go back until the token at `position` is the last emitted one; at most 24 positions.
 
-        Not before the position where the sequence was restored.
+        Raises UsageError, and changes nothing, for one before the position where the sequence was restored.
         """
         ...
 

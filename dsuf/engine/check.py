@@ -10,10 +10,14 @@ from dsuf.errors import NotSupported, PromptError, UsageError
 
 MAX_LOGPROBS = 20
 MAX_TEMPERATURE = 100.0  # beyond it every choice is uniform; servers refuse far lower values themselves
+MOST_PRIORITY = 9
 
 
-def check_request(request: Request, limits: Limits) -> None:
-    """Raises PromptError, UsageError or NotSupported; returns for a request that can run."""
+def check_request(request: Request, limits: Limits, *, constraints: bool) -> None:
+    """Raises PromptError, UsageError or NotSupported; returns for a request that can run.
+
+    `constraints`: whether the engine can make any.
+    """
     _check_prompt(request.prompt_ids, limits)
     _check_sampling(request.sampling)
     _check_lengths(request)
@@ -23,10 +27,10 @@ def check_request(request: Request, limits: Limits) -> None:
             f"verify is {request.verify}, expected 0 to {limits.draft_len} (the drafts of one block). "
             "Leave it out for the engine's default."
         )
-    if request.constraint is not None:
-        raise NotSupported("output constraints (JSON schema, regex) are not supported by this build. Leave them out.")
-    if request.priority != 0:
-        raise NotSupported(f"priority is {request.priority}; this build serves first come, first served. Leave it 0.")
+    if request.constraint is not None and not constraints:
+        raise NotSupported("this engine was started without output constraints (JSON schema, regex). Leave them out.")
+    if not 0 <= request.priority <= MOST_PRIORITY:
+        raise UsageError(f"priority is {request.priority}, expected 0 to {MOST_PRIORITY}. Leave it out for 0.")
 
 
 def _check_prompt(ids: list[int], limits: Limits) -> None:

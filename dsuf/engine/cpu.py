@@ -13,10 +13,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from dsuf.engine.backend import Buffer, Emitted, Limits, Progress, StepCounts
+from dsuf.engine.backend import Emitted, Limits, Progress, StepCounts
 from dsuf.engine.choose import Drafting, choose_tokens, drafts_to_judge, logprobs_of
 from dsuf.engine.options import EngineOptions
 from dsuf.engine.sequence import Sequence, StepRecord
+from dsuf.engine.tier import Buffer
 from dsuf.errors import ConfigError
 from dsuf.layout import PAGE_TOKENS
 from dsuf.model.checkpoint import Checkpoint
@@ -132,7 +133,7 @@ class CpuBackend:
         self._caches[sequence.id] = caches
         sequence.prefilled = min(position, sequence.prompt_len)
         if sequence.emitted:
-            again = [*sequence.request.prompt_ids, *sequence.emitted][position : sequence.last_position]
+            again = sequence.ids[position : sequence.last_position]
             if again:
                 self._model.forward([Block(caches, again)])
                 self._model.commit(caches, len(again))
@@ -231,7 +232,7 @@ class CpuBackend:
         if sequence.trace is not None and sequence.trace.keep_logits:
             sequence.trace.logits.extend(np.array(row, np.float32) for row in logits[: len(kept)])
         logprobs = logprobs_of(sequence, logits, kept)
-        sequence.emit(kept)
+        sequence.emit(kept, last=reason is not None)
         self._emitted.append(Emitted(sequence, kept, reason, logprobs, record, rows=len(logits)))
         return len(kept)
 

@@ -1,6 +1,6 @@
 """The engine: requests in, events out, one turn of the wheel at a time.
 
-    step = plan, decode everybody, one piece of a prompt, publish
+    step = park and bring back, decode, one chunk of prefill, publish
 
 The same object runs in the engine process under `serve` and in-process under `run` and `bench`.
 """
@@ -13,10 +13,16 @@ from typing import TYPE_CHECKING
 
 from dsuf.engine.backend import Backend, Emitted, Limits, Progress
 from dsuf.engine.check import check_request
-from dsuf.engine.messages import Admitted, Event, Finished, FinishReason, Request, Status, Tokens
+from dsuf.engine.constraint import ConstraintFactory
+from dsuf.engine.gate import Gate
+from dsuf.engine.ledger import Ledger
+from dsuf.engine.messages import Admitted, Event, Finished, FinishReason, Rejected, Request, Status, Tokens
 from dsuf.engine.options import EngineOptions
+from dsuf.engine.parking import Parking
+from dsuf.engine.saving import Saver
 from dsuf.engine.scheduler import Scheduler
 from dsuf.engine.sequence import Phase, Sequence, Trace
+from dsuf.engine.tier import Tier
 from dsuf.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -28,17 +34,35 @@ __all__ = ["Engine", "EngineOptions", "Progress", "open_engine"]
 
 ClassMap = Callable[["Checkpoint"], "np.ndarray | None"]
 
+MOST_REWOUND = 24  # tokens
+
 
 class Engine:
     """Owns the scheduler and a loaded backend; everything is called from one thread."""
 
-    def __init__(self, backend: Backend, options: EngineOptions, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        options: EngineOptions,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        tier: Tier | None = None,
+        constraints: ConstraintFactory | None = None,
+    ) -> None:
         self.backend = backend
         self.options = options
         self.limits: Limits = backend.limits
         self._check_options()
         self._clock = clock
-        self._scheduler = Scheduler(options.max_sequences)
+        self._scheduler = Scheduler(
+            Ledger(self.limits, options.park_bytes),
+            max_sequences=options.max_sequences,
+            budget_s=options.prefill_budget_s,
+            pass_rows=options.prefill_chunk,
+        )
+        self._parking = Parking(backend)
+        self._saver = Saver(tier, backend, options.resume_every) if tier and self.limits.page_bytes else None
+        self._gate = Gate(constraints, self._saver)
         self._sequences: dict[str, Sequence] = {}
         self._events: list[Event] = []  # said between turns (cancels); go out with the next one
         self._rows = 0
@@ -46,13 +70,13 @@ class Engine:
     @property
     def idle(self) -> bool:
         """True when `step` would do and say nothing."""
-        return not self._sequences and not self._events
+        return not self._sequences and not self._events and not self._copying
 
     def submit(self, request: Request, trace: Trace | None = None) -> None:
         """Queue a request. For one that cannot run: PromptError, UsageError or NotSupported, and nothing is kept."""
         if request.id in self._sequences:
             raise UsageError(f"request id {request.id!r} is running already. Give each request an id of its own.")
-        check_request(request, self.limits)
+        check_request(request, self.limits, constraints=self._gate.constraints)
         draft = self.options.draft if request.draft is None else request.draft
         verify = self.options.verify if request.verify is None else request.verify
         sequence = Sequence(
@@ -64,26 +88,35 @@ class Engine:
         )
         self._sequences[request.id] = sequence
         self._scheduler.add(sequence, self._clock())
+        self._gate.enter(sequence)
 
-    def cancel(self, id: str) -> None:
-        """End a request wherever it is, at once; its Finished comes with the next step. An unknown id is no error."""
+    def cancel(self, id: str, keep: int | None = None) -> None:
+        """End a request wherever it is, at once; its Finished comes with the next step. An unknown id is no error.
+
+        `keep`: only so many of its tokens are of use, because a stop string came late.
+        """
         sequence = self._sequences.get(id)
-        if sequence is not None:
-            self._finish(sequence, "cancelled")
+        if sequence is None:
+            return
+        useful = sequence.phase is Phase.DECODE
+        if useful and keep is not None and keep < len(sequence.emitted):
+            useful = keep > 0 and len(sequence.emitted) - keep <= MOST_REWOUND and self._rewind(sequence, keep)
+        self._finish(sequence, "cancelled", save=useful)
 
     def step(self) -> list[Event]:
         """One turn of the wheel; [] when idle. What a backend raises goes through: `abort` then ends what runs."""
-        turn = self._scheduler.plan(self._clock())
-        if turn.started and turn.prefill is not None:
-            self._events.append(Admitted(turn.prefill.id, turn.prefill.prompt_len))
+        self._settle()
+        turn = self._scheduler.plan()
+        for sequence in turn.park:
+            self._parking.park(sequence)
+        for sequence in turn.resume:
+            self._parking.resume(sequence)
         if turn.decode:
             self.backend.enqueue(turn.decode)
-        if turn.prefill is not None:
-            rows = turn.prefill.prompt_left
-            if self.backend.prefill(turn.prefill, rows, self.options.prefill_budget_s):
-                self._scheduler.prefilled(turn.prefill)
-        if turn.decode or turn.prefill is not None:
+        if self._prefill() or turn.decode:
             self._publish(self.backend.poll())
+        elif not self._events and (self._gate.holds or self._copying):
+            self._gate.wait()
         return self._take_events()
 
     def abort(self, message: str) -> list[Event]:
@@ -94,6 +127,7 @@ class Engine:
         now = self._clock()
         for sequence in self._sequences.values():
             self._scheduler.remove(sequence)
+            self._gate.leave(sequence)
             self._events.append(Finished(sequence.id, "error", sequence.stats(now), message))
         self._sequences.clear()
         return self._take_events()
@@ -118,6 +152,7 @@ class Engine:
             ready=True,
             running=self._scheduler.running,
             waiting=self._scheduler.waiting,
+            parked=self._scheduler.parked,
             waiting_tokens=sum(sequence.prompt_left for sequence in everybody),
             context_tokens=sum(sequence.prefilled + len(sequence.emitted) for sequence in everybody),
             rows=self._rows,
@@ -133,7 +168,52 @@ class Engine:
 
     def ledger(self) -> dict[str, int]:
         """Bytes in use by kind."""
-        return self.backend.ledger()
+        parked = self._parking.nbytes
+        return {**self.backend.ledger(), **({"parked": parked} if parked else {})}
+
+    @property
+    def _copying(self) -> bool:
+        return self._saver is not None and self._saver.copying
+
+    def _settle(self) -> None:
+        """Take note of what others have done meanwhile: copies, constraints, look-ups."""
+        self._parking.settle()
+        if self._saver is not None:
+            self._saver.settle()
+        for sequence, error in self._gate.settle():
+            self._forget(sequence)
+            self._events.append(Rejected(sequence.id, type(error).__name__, str(error)))
+
+    # ---- prompts
+
+    def _prefill(self) -> bool:
+        """One chunk: prompts in the scheduler's order until the budget is used up. Whether there was any."""
+        deadline, worked = self._clock() + self.options.prefill_budget_s, False
+        while (sequence := self._scheduler.next_prompt(start := self._clock())) is not None:
+            if not sequence.admitted:
+                self._admit(sequence)
+            before, short = sequence.prefilled, self._scheduler.is_short(sequence)
+            every = self.options.resume_every
+            rows = min(sequence.prompt_left, every - before % every)
+            done = self.backend.prefill(sequence, rows, max(deadline - start, 0.0))
+            worked, now, got = True, self._clock(), sequence.prefilled - before
+            self._scheduler.spent(sequence, got, now - start, short=short)
+            if done:
+                self._scheduler.prefilled(sequence)
+            if self._saver is not None:
+                self._saver.save_prompt(sequence) if done else self._saver.save_periodic(sequence, sequence.prefilled)
+            if now >= deadline or (not done and got < rows):
+                break
+        return worked
+
+    def _admit(self, sequence: Sequence) -> None:
+        sequence.admitted = True
+        if sequence.hit is not None:
+            self._saver.restore(sequence)
+        cached, source = sequence.cached_tokens, sequence.hit.source if sequence.hit is not None else "none"
+        self._events.append(Admitted(sequence.id, sequence.prompt_len, cached, source))
+
+    # ---- what came out
 
     def _take_events(self) -> list[Event]:
         events, self._events = self._events, []
@@ -145,22 +225,41 @@ class Engine:
             sequence = item.sequence
             if sequence.phase is Phase.DONE:  # cancelled while the step was under way
                 continue
-            if sequence.first_token_s is None:
-                sequence.first_token_s = now
-            sequence.last_token_s = now
             if item.record is not None:
                 sequence.count_step(item.record)
                 rows += item.rows
-            self._events.append(Tokens(sequence.id, item.ids, item.logprobs))
+            if item.ids:
+                sequence.first_token_s = now if sequence.first_token_s is None else sequence.first_token_s
+                sequence.last_token_s = now
+                self._events.append(Tokens(sequence.id, item.ids, item.logprobs))
             if item.reason is not None:
-                self._finish(sequence, item.reason)
+                self._finish(sequence, item.reason, item.message)
+            elif self._saver is not None:
+                self._saver.save_periodic(sequence, sequence.last_position)
         self._rows = rows
 
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+    def _rewind(self, sequence: Sequence, keep: int) -> bool:
+        """Go back to the first `keep` tokens; False where a restored sequence does not reach back so far."""
+        try:
+            self.backend.rewind(sequence, sequence.prompt_len + keep - 1)
+        except UsageError:
+            return False
+        return True
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, message: str = "", *, save: bool = True) -> None:
+        if self._saver is not None and save and sequence.phase is Phase.DECODE and reason != "error":
+            self._saver.save_reply(sequence)
         self.backend.release(sequence)
+        self._parking.drop(sequence)
+        self._forget(sequence)
+        self._events.append(Finished(sequence.id, reason, sequence.stats(self._clock()), message))
+
+    def _forget(self, sequence: Sequence) -> None:
         self._scheduler.remove(sequence)
+        self._gate.leave(sequence)
         del self._sequences[sequence.id]
-        self._events.append(Finished(sequence.id, reason, sequence.stats(self._clock())))
+        if self._saver is not None:
+            self._saver.end(sequence)
 
     def _check_options(self) -> None:
         verify, draft_len = self.options.verify, self.limits.draft_len

@@ -12,14 +12,17 @@ from enum import Enum
 
 import numpy as np
 
+from dsuf.engine.constraint import Guard
 from dsuf.engine.messages import FinishReason, Request, Stats
+from dsuf.engine.tier import Hit
 
 
 class Phase(Enum):
-    """Where a sequence is; it only moves downwards in this list."""
+    """Where a sequence is; it only moves downwards in this list, but for parked ones, which come back."""
 
     WAITING = "waiting"
     PREFILL = "prefill"
+    PARKED = "parked"  # decoding, but set aside in host memory
     DECODE = "decode"
     DONE = "done"
 
@@ -57,7 +60,12 @@ class Sequence:
         self.verify = verify  # drafts verified in a step; None: by confidence
         self.trace = trace
         self.eos = frozenset(request.eos_ids)
+        self.constraint: Guard | None = None  # what its tokens must follow
+        self.hit: Hit | None = None  # a saved prefix to start from
+        self.held = False  # not to be started yet: hit or constraint are in the making
+        self.admitted = False  # its prefill has begun
         self.phase = Phase.WAITING
+        self.arrival = 0  # number in the order of arrival
         self.prefilled = 0  # prompt rows in the cache
         self.emitted: list[int] = []
         self.iterations = 0
@@ -78,8 +86,18 @@ class Sequence:
 
     @property
     def prompt_left(self) -> int:
-        """Prompt rows that are not in the cache yet."""
-        return self.prompt_len - self.prefilled
+        """Prompt rows that are still to be run."""
+        return self.prompt_len - max(self.prefilled, self.cached_tokens)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that come from a saved prefix."""
+        return self.hit.position if self.hit is not None else 0
+
+    @property
+    def ids(self) -> list[int]:
+        """All tokens so far: the prompt and what was emitted."""
+        return [*self.request.prompt_ids, *self.emitted]
 
     @property
     def last_position(self) -> int:
@@ -109,9 +127,11 @@ class Sequence:
                 return kept, "length"
         return kept, None
 
-    def emit(self, tokens: Items[int]) -> None:
-        """Append what `cut` kept."""
+    def emit(self, tokens: Items[int], *, last: bool = False) -> None:
+        """Append what `cut` kept; `last` when the sequence ends with it."""
         self.emitted.extend(tokens)
+        if self.constraint is not None and not last:
+            self.constraint.advance(tokens)
 
     def count_step(self, record: StepRecord) -> None:
         """Count one decode step, and keep it for the caller who traces."""
@@ -129,6 +149,7 @@ class Sequence:
         first = now if self.first_token_s is None else self.first_token_s
         return Stats(
             prompt_tokens=self.prompt_len,
+            cached_tokens=self.cached_tokens,
             completion_tokens=len(self.emitted),
             iterations=self.iterations,
             drafted_tokens=self.drafted_tokens,

@@ -168,7 +168,7 @@ def _obey(engine: Engine, command: Command, stopping: bool) -> Event | None:
     if isinstance(command, StatusRequest):
         return engine.status()
     if isinstance(command, Cancel):
-        engine.cancel(command.id)
+        engine.cancel(command.id, command.keep)
         return None
     try:
         if stopping:

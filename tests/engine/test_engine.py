@@ -188,7 +188,7 @@ BAD = [
     (dict(sampling=Sampling(seed=1 << 64)), UsageError, "seed"),
     (dict(sampling=Sampling(logprobs=21)), UsageError, "logprobs is 21"),
     (dict(constraint="{}"), NotSupported, "constraints"),
-    (dict(priority=1), NotSupported, "priority is 1"),
+    (dict(priority=10), UsageError, "priority is 10"),
 ]
 
 

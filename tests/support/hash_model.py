@@ -15,6 +15,7 @@ import numpy as np
 from dsuf.engine.cpu import CpuBackend
 from dsuf.engine.engine import Engine
 from dsuf.engine.options import EngineOptions
+from dsuf.errors import UsageError
 from dsuf.layout import PAGE_TOKENS
 from dsuf.model.reference.snapshot import Sizes
 
@@ -101,18 +102,22 @@ class HashBackend(CpuBackend):
         assert position % 2 == 0 and 0 <= caches.length - position <= 24
         for number, buffer in pages.items():
             buffer[:] = bytes(caches.ids[:position][number * PAGE_TOKENS :][:PAGE_TOKENS]).ljust(PAGE_TOKENS, b"\0")
-        state[0][:8] = position.to_bytes(8, "little")
+        written = position.to_bytes(8, "little")
+        for part in state:
+            part[:], written = written[: len(part)], written[len(part) :]
 
     def _load(self, caches, position, pages, state) -> None:
-        assert not caches.ids and int.from_bytes(state[0][:8], "little") == position
+        if caches.ids or int.from_bytes(b"".join(state), "little") != position:
+            raise UsageError("damaged")
         caches.ids = list(b"".join(pages)[:position])
 
 
-def hash_engine(model: HashModel | None = None, **options) -> Engine:
-    """An engine over a HashModel; `options` are those of EngineOptions."""
+def hash_engine(model: HashModel | None = None, *, tier=None, constraints=None, **options) -> Engine:
+    """An engine over a HashModel; `tier(limits)` makes a cache tier, `options` are those of EngineOptions."""
     backend = HashBackend(EngineOptions(ckpt=Path("hash"), **options))
     backend.load(lambda what, share: None, model)
-    return Engine(backend, backend._options)
+    made = tier(backend.limits) if tier is not None else None
+    return Engine(backend, backend._options, tier=made, constraints=constraints)
 
 
 def _normal(prefix, salt: int) -> np.ndarray:

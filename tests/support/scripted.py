@@ -15,6 +15,9 @@ from dsuf.engine.engine import Engine
 from dsuf.engine.messages import Request, TokenLogprobs
 from dsuf.engine.options import EngineOptions
 from dsuf.engine.sequence import Sequence, StepRecord
+from dsuf.layout import PAGE_TOKENS, pages_for
+
+PAGE_BYTES, STATE_BYTES = 4, 8
 
 
 def token_at(request: Request, index: int, vocab_size: int) -> int:
@@ -54,8 +57,12 @@ class ScriptedBackend:
         sleep: Callable[[float], None] = lambda seconds: None,
         fail_at_step: int | None = None,
         fail_with: Exception | None = None,
+        max_rows: int = 48,
+        cache_pages: int | None = None,
     ) -> None:
-        self.limits = Limits("scripted", vocab_size, max_context, draft_len)
+        self.limits = Limits(
+            "scripted", vocab_size, max_context, draft_len, max_rows, cache_pages, PAGE_BYTES, STATE_BYTES, 2
+        )
         self.chunk, self.ahead, self.chunk_s, self.step_s = chunk, ahead, chunk_s, step_s
         self.tokens_a_step = tokens_a_step
         self.script = script or (lambda request, index: token_at(request, index, vocab_size))
@@ -64,21 +71,25 @@ class ScriptedBackend:
         self.live: dict[str, Sequence] = {}  # holds memory
         self.batches: list[tuple[str, ...]] = []  # one per decode step
         self.chunks: list[str] = []  # one per prefill pass
-        self._queued: list[list[Sequence]] = []
+        self.held_most = 0  # pages that were in use at once
+        self._queued: list[list[tuple[Sequence, int]]] = []
         self._emitted: list[Emitted] = []
+        self._stays: dict[str, int] = {}  # how often each sequence was put in
+        self._pages: dict[str, int] = {}
+        self._copies = 0
 
     def load(self, progress: Callable[[str, float], None]) -> None:
         progress("script", 1.0)
 
     def prefill(self, sequence: Sequence, rows: int, budget_s: float) -> bool:
-        assert rows == sequence.prompt_left > 0
-        others = [one for one in self.live.values() if one is not sequence and one.prompt_left]
-        assert not others, "one prompt at a time"
-        self.live[sequence.id] = sequence
+        assert 0 < rows <= sequence.prompt_left
+        if sequence.id not in self.live:
+            assert sequence.prefilled == 0
+            self._put_in(sequence)
         sequence.prefilled += min(self.chunk, rows)
         self.chunks.append(sequence.id)
         self.sleep(self.chunk_s)
-        if sequence.prompt_left:
+        if sequence.prefilled < sequence.prompt_len:
             return False
         self._emit(sequence, 1, decode=False)
         return True
@@ -90,20 +101,51 @@ class ScriptedBackend:
         self.batches.append(ids)
         if self.fail_at_step is not None and len(self.batches) > self.fail_at_step:
             raise self.fail_with
+        assert sum(self._rows(sequence) for sequence in batch) <= self.limits.max_rows
+        for sequence in batch:
+            self._take_pages(sequence)
         self.sleep(self.step_s)
-        self._queued.append(list(batch))
+        self._queued.append([(sequence, self._stays[sequence.id]) for sequence in batch])
         return len(self.batches)
 
     def poll(self) -> list[Emitted]:
         while len(self._queued) > self.ahead:
-            for sequence in self._queued.pop(0):
-                if sequence.id in self.live and self.live[sequence.id] is sequence:
+            for sequence, stay in self._queued.pop(0):
+                if self.live.get(sequence.id) is sequence and self._stays[sequence.id] == stay:
                     self._emit(sequence, self.tokens_a_step(sequence), decode=True)
         emitted, self._emitted = self._emitted, []
         return emitted
 
     def rewind(self, sequence: Sequence, position: int) -> None:
-        raise NotImplementedError
+        assert self.live[sequence.id] is sequence
+        assert max(sequence.prompt_len, sequence.last_position - 24) <= position <= sequence.last_position
+        del sequence.emitted[position - sequence.prompt_len + 1 :]
+
+    def snapshot(self, sequence: Sequence, position: int, pages, state) -> int:
+        assert self.live[sequence.id] is sequence and position % 2 == 0
+        assert max(1, sequence.last_position - 24) <= position <= sequence.last_position or not sequence.emitted
+        for number, page in pages.items():
+            assert number < pages_for(position)
+            page[:] = self._page(sequence.ids[:position], number)
+        state[0][:STATE_BYTES] = position.to_bytes(STATE_BYTES, "little")
+        self._copies += 1
+        return self._copies
+
+    def restore(self, sequence: Sequence, position: int, pages, state) -> int:
+        assert sequence.id not in self.live and len(pages) == pages_for(position)
+        assert int.from_bytes(state[0][:STATE_BYTES], "little") == position
+        for number, page in enumerate(pages):
+            assert bytes(page) == self._page(sequence.ids[:position], number)
+        self._put_in(sequence)
+        sequence.prefilled = min(position, sequence.prompt_len)
+        if sequence.emitted:
+            assert sequence.last_position - position < self.limits.resume_step
+            sequence.prefilled = sequence.prompt_len
+        self._copies += 1
+        return self._copies
+
+    def copied(self) -> int:
+        return self._copies
 
     def release(self, sequence: Sequence) -> None:
         if self.live.get(sequence.id) is sequence:
@@ -113,13 +155,34 @@ class ScriptedBackend:
     def ledger(self) -> dict[str, int]:
         return {"caches": sum(sequence.prefilled + len(sequence.emitted) for sequence in self.live.values())}
 
+    def _put_in(self, sequence: Sequence) -> None:
+        self.live[sequence.id] = sequence
+        self._stays[sequence.id] = self._stays.get(sequence.id, 0) + 1
+        self._pages[sequence.id] = 0
+        self._take_pages(sequence)
+
+    def _rows(self, sequence: Sequence) -> int:
+        drafts = self.limits.draft_len if sequence.verify is None else sequence.verify
+        return 1 + drafts if sequence.draft else 1
+
+    def _take_pages(self, sequence: Sequence) -> None:
+        needed = pages_for(sequence.prompt_len + len(sequence.emitted) + self.limits.lookahead)
+        self._pages[sequence.id] = max(self._pages.get(sequence.id, 0), needed)
+        held = sum(self._pages[id] for id in self.live)
+        self.held_most = max(self.held_most, held)
+        assert self.limits.cache_pages is None or held <= self.limits.cache_pages
+
+    @staticmethod
+    def _page(ids: list[int], number: int) -> bytes:
+        return zlib.crc32(repr(ids[number * PAGE_TOKENS :][:PAGE_TOKENS]).encode()).to_bytes(PAGE_BYTES, "little")
+
     def _emit(self, sequence: Sequence, count: int, decode: bool) -> None:
         after, position, done = sequence.last_token, sequence.last_position, len(sequence.emitted)
         kept, reason = sequence.cut([self.script(sequence.request, done + i) for i in range(count)])
         record = (
             StepRecord(position, after, kept[:-1], [0.0] * (len(kept) - 1), len(kept) - 1, kept) if decode else None
         )
-        sequence.emit(kept)
+        sequence.emit(kept, last=reason is not None)
         wanted = sequence.request.sampling.logprobs
         logprobs = None if wanted is None else [TokenLogprobs(-0.5, [(token, -0.5)][:wanted]) for token in kept]
         if reason is not None and self.ahead:

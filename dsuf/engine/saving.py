@@ -1,0 +1,97 @@
+"""Joins the cache tier to a backend: hits before a prompt starts, entries at the resume points of prompt and reply.
+
+Resume points are multiples of `limits.resume_step`: the last one inside the prompt, the last one of what has been
+processed when the reply ends, and every `resume_every` tokens in between.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from dsuf.engine.backend import Backend
+from dsuf.engine.sequence import Sequence
+from dsuf.engine.tier import PENDING, Tier
+from dsuf.errors import UsageError
+from dsuf.layout import PAGE_TOKENS
+
+
+class Saver:
+    """Calls of the tier around one backend. What follows a copy waits for it without stopping anybody."""
+
+    def __init__(self, tier: Tier, backend: Backend, resume_every: int) -> None:
+        self.tier = tier
+        self._backend = backend
+        self._every = resume_every
+        self._saved: dict[str, int] = {}  # position of the latest entry of a sequence, or of its hit
+        self._after: deque[tuple[int, Callable[[], None]]] = deque()  # to be called when a copy has ended
+
+    @property
+    def copying(self) -> bool:
+        """Whether something is due once a copy has ended."""
+        return bool(self._after)
+
+    def want(self, sequence: Sequence) -> None:
+        """A request came."""
+        self.tier.want(sequence.id, sequence.request)
+
+    def found(self, sequence: Sequence) -> bool:
+        """Whether the tier has made up its mind; sets `sequence.hit`."""
+        hit = self.tier.found(sequence.id)
+        if hit is PENDING:
+            return False
+        step = self._backend.limits.resume_step
+        if hit is not None and 0 < hit.position < sequence.prompt_len and hit.position % step == 0:
+            sequence.hit = hit
+        return True
+
+    def restore(self, sequence: Sequence) -> None:
+        """Copy the hit into the cache; one whose bytes make no sense is no hit."""
+        hit, key = sequence.hit, sequence.id
+        try:
+            copy = self._backend.restore(sequence, hit.position, hit.pages, hit.state)
+        except UsageError:
+            sequence.hit = None
+            return
+        self._saved[key] = hit.position
+        self._after.append((copy, lambda: self.tier.restored(key)))
+
+    def save_prompt(self, sequence: Sequence) -> None:
+        """The prompt is complete: save its last resume point."""
+        self._save(sequence, sequence.prompt_len - 1, periodic=False)
+
+    def save_periodic(self, sequence: Sequence, position: int) -> None:
+        """Save the last multiple of `resume_every` up to `position`, if it is new."""
+        point = position // self._every * self._every
+        if point > self._saved.get(sequence.id, 0) and position - point < PAGE_TOKENS:
+            self._save(sequence, point, periodic=True)
+
+    def save_reply(self, sequence: Sequence) -> None:
+        """The reply has ended: save the last resume point of what was processed."""
+        self._save(sequence, sequence.last_position, periodic=False)
+
+    def end(self, sequence: Sequence) -> None:
+        """The sequence is no more: the tier may forget it once nothing is copied for it."""
+        key = sequence.id
+        self._saved.pop(key, None)
+        last = self._after[-1][0] if self._after else 0
+        self._after.append((last, lambda: self.tier.forget(key)))
+        self.settle()
+
+    def settle(self) -> None:
+        """Say what is due for copies that have ended."""
+        done = self._backend.copied() if self._after else 0
+        while self._after and self._after[0][0] <= done:
+            self._after.popleft()[1]()
+
+    def _save(self, sequence: Sequence, most: int, *, periodic: bool) -> None:
+        step = self._backend.limits.resume_step
+        position, key = most // step * step, sequence.id
+        if position <= self._saved.get(key, 0):
+            return
+        reserved = self.tier.reserve(key, sequence.ids, position, periodic=periodic)
+        if reserved is None:
+            return
+        self._saved[key] = position
+        copy = self._backend.snapshot(sequence, position, reserved.pages, reserved.state)
+        self._after.append((copy, lambda: self.tier.ready(reserved)))
