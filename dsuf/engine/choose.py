@@ -26,7 +26,7 @@ class Drafting:
         self.probabilities: list[np.ndarray] = []  # f64 [vocab] a slot, from which the draft was drawn; [] when greedy
 
     def __call__(self, logits: np.ndarray, slot: int) -> int:
-        row = without_eos(self._sequence, logits, slot)
+        row = masked(self._sequence, logits, slot)
         sampling = self._sequence.request.sampling
         if sampling.temperature == 0:
             return int(np.argmax(row))
@@ -35,12 +35,18 @@ class Drafting:
         return pick(probabilities, _uniforms(self._sequence, Purpose.DRAFT, slot, 1)[0])
 
 
-def without_eos(sequence: Sequence, logits: np.ndarray, ahead: int) -> np.ndarray:
-    """The row with EOS made impossible where min_tokens wants more tokens first; `logits` itself stays as it is."""
-    if not sequence.eos_is_masked(ahead):
+def masked(sequence: Sequence, logits: np.ndarray, ahead: int, allowed: np.ndarray | None = None) -> np.ndarray:
+    """The row with what may not come made impossible: what `allowed` bool [vocab] leaves out, and EOS where min_tokens
+    wants more tokens first and any other is allowed. `logits` itself stays as it is.
+    """
+    eos_later = sequence.eos_is_masked(ahead)
+    if allowed is None and not eos_later:
         return logits
-    row = logits.copy()
-    row[list(sequence.eos)] = -np.inf
+    row = logits.copy() if allowed is None else np.where(allowed, logits, -np.inf)
+    if eos_later:
+        without = row.copy()
+        without[list(sequence.eos)] = -np.inf
+        row = without if np.isfinite(without).any() else row
     return row
 
 
@@ -55,16 +61,21 @@ def drafts_to_judge(sequence: Sequence, confidence_logits: np.ndarray, threshold
 
 
 def choose_tokens(
-    sequence: Sequence, logits: np.ndarray, drafts: Items[int] = (), draft_probabilities: Items[np.ndarray] = ()
+    sequence: Sequence,
+    logits: np.ndarray,
+    drafts: Items[int] = (),
+    draft_probabilities: Items[np.ndarray] = (),
+    allowed: np.ndarray | None = None,
 ) -> tuple[int, list[int]]:
     """Accept a prefix of `drafts` and add the token that follows it.
 
     logits [rows, vocab] with rows = len(drafts) + 1, or len(drafts) at the end of the budget (then nothing follows a
-    block that is accepted whole). Returns (accepted, tokens).
+    block that is accepted whole) or where the last draft is one that `allowed` bool [>= rows, vocab], what a constraint
+    leaves of each row, forbids. Returns (accepted, tokens).
     """
-    rows = [without_eos(sequence, row, i) for i, row in enumerate(logits)]
+    rows = [masked(sequence, row, i, None if allowed is None else allowed[i]) for i, row in enumerate(logits)]
     if len(rows) == len(drafts):
-        rows.append(rows[-1])  # stands for the row that was not run; what it gives is beyond the budget
+        rows.append(rows[-1])  # stands for the row that was not run; what it gives is never taken
     if sequence.request.sampling.temperature == 0:
         accepted, following = accept_greedy(drafts, [int(np.argmax(row)) for row in rows])
     else:

@@ -27,11 +27,11 @@ class Constraint(Protocol):
         """These allowed tokens were emitted; an EOS that ends the sequence is not told."""
         ...
 
-    def fill(self, masks: np.ndarray, drafts: Items[int]) -> None:
-        """Set the bits of allowed tokens in masks uint32 [len(drafts) + 1, words], which come as zeros.
+    def fill(self, masks: np.ndarray, drafts: Items[int]) -> int:
+        """Write rows 0..n of masks uint32 [len(drafts) + 1, words] and return n, the drafts that are allowed.
 
-        Bit t % 32 of word t // 32 of row i: token t may follow drafts[:i]. Rows behind a draft that is not allowed may
-        stay zero. Where the grammar may end, the bits of the EOS ids are set. The state stays as it is.
+        Bit t % 32 of word t // 32 of row i: token t may follow drafts[:i]. Where the grammar may end, the bits of the
+        EOS ids are set; no row is empty. The state stays as it is.
         """
         ...
 
@@ -55,22 +55,25 @@ class Guard:
                 self.fault = _fault(error)
 
     def allowed(self, drafts: Items[int], vocab_size: int) -> np.ndarray | None:
-        """bool [1 + k, vocab]: what may follow each of the first k drafts, which are all allowed; then comes one that
-        is not, if any is left. None, and a fault, where nothing may follow at all.
+        """bool [n + 1, vocab]: what may follow each of the first n drafts, which are all those that are allowed.
+
+        None, with `fault` set, where the sequence cannot go on.
         """
         masks = np.zeros((len(drafts) + 1, -(-vocab_size // WORD)), np.uint32)
-        try:
-            if self.fault is None:
-                self._constraint.fill(masks, drafts)
-        except Exception as error:
-            self.fault = _fault(error)
-        bits = np.unpackbits(masks.astype("<u4").view(np.uint8), axis=1, bitorder="little")[:, :vocab_size].view(bool)
-        kept = 0
-        while kept < len(drafts) and bits[kept, drafts[kept]] and bits[kept + 1].any():
-            kept += 1
-        if self.fault is None and not bits[0].any():
-            self.fault = "the constraint allows no token to follow what was generated. Loosen the schema or regex."
-        return None if self.fault else bits[: kept + 1]
+        if self.fault is None:
+            try:
+                kept = self._constraint.fill(masks, drafts)
+            except Exception as error:
+                self.fault = _fault(error)
+            else:
+                filled = masks[: kept + 1].any(axis=1)
+                kept = kept if filled.all() else int(np.argmin(filled)) - 1  # a draft leads where nothing may follow
+                if kept < 0:
+                    self.fault = "the constraint allows no token to follow. Loosen the schema or regex."
+        if self.fault is not None:
+            return None
+        bits = np.unpackbits(masks[: kept + 1].astype("<u4").view(np.uint8), axis=1, bitorder="little")
+        return bits[:, :vocab_size].view(bool)
 
 
 class Compiling:

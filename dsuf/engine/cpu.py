@@ -37,12 +37,27 @@ class _Step:
     confidence: list[float] = field(default_factory=list)
     probabilities: list[np.ndarray] = field(default_factory=list)
     judged: int = 0  # drafts that are accepted or rejected
+    allowed: np.ndarray | None = None  # bool [rows, vocab]: what a constraint leaves of each row
 
     @property
     def ids(self) -> list[int]:
-        """Ids of the rows that run: the last emitted token, then drafts, but no row for a token beyond the budget."""
+        """Ids of the rows that run: the last emitted token, then drafts, but no row for a token beyond the budget and
+        none after a draft that the constraint forbids.
+        """
         rows = min(self.judged + 1, self.sequence.budget_left)
+        rows = rows if self.allowed is None else min(rows, len(self.allowed))
         return [self.sequence.last_token, *self.drafted[: rows - 1]]
+
+    def constrain(self, vocab_size: int) -> bool:
+        """Look up what may follow the drafts, and judge none beyond the first forbidden one, which is rejected for
+        sure. False where the sequence cannot go on.
+        """
+        constraint = self.sequence.constraint
+        if constraint is not None:
+            self.allowed = constraint.allowed(self.drafted[: self.judged], vocab_size)
+            if self.allowed is not None:
+                self.judged = min(self.judged, len(self.allowed))
+        return constraint is None or constraint.fault is None
 
 
 class CpuBackend:
@@ -81,6 +96,7 @@ class CpuBackend:
         classes = checkpoint.class_map()
         if classes is None and self._class_map is not None:
             classes = self._class_map(checkpoint)
+        self.checkpoint = checkpoint
         self._model = ReferenceModel.load(checkpoint, self._options.numerics, classes)
         self._weight_bytes = checkpoint.total_bytes
         progress("weights", 1.0)
@@ -94,8 +110,7 @@ class CpuBackend:
             count = min(self._options.prefill_chunk, rows, every - sequence.prefilled % every)
             logits = self._prefill_chunk(sequence, count)
             if logits is not None:
-                _, tokens = choose_tokens(sequence, logits[None])
-                self._emit(sequence, logits[None], tokens)
+                self._first_token(sequence, logits)
                 return True
             rows -= count
             if time.monotonic() >= deadline:
@@ -104,7 +119,10 @@ class CpuBackend:
 
     def enqueue(self, batch: Items[Sequence]) -> int:
         before = self._expert_reads()
-        steps = self._draft([_Step(sequence) for sequence in batch])
+        drafted = self._draft([_Step(sequence) for sequence in batch])
+        steps = [step for step in drafted if step.constrain(self._model.spec.vocab_size) or self._fail(step.sequence)]
+        if not steps:
+            return self._counts.steps
         blocks = [Block(self._caches[step.sequence.id], step.ids) for step in steps]
         for step, block, logits in zip(steps, blocks, self._model.forward(blocks), strict=True):
             kept = self._judge(step, logits)
@@ -193,6 +211,18 @@ class CpuBackend:
             trace.prompt_argmax = (trace.prompt_argmax or []) + [int(token) for token in done.argmax]
         return done.logits if final else None
 
+    def _first_token(self, sequence: Sequence, logits: np.ndarray) -> None:
+        """Choose from logits [vocab] of the prompt's last position."""
+        step = _Step(sequence)
+        if step.constrain(len(logits)) or self._fail(sequence):
+            _, tokens = choose_tokens(sequence, logits[None], allowed=step.allowed)
+            self._emit(sequence, logits[None], tokens)
+
+    def _fail(self, sequence: Sequence) -> bool:
+        """End a sequence whose constraint has a fault; False, for it does not go on."""
+        self._emitted.append(Emitted(sequence, [], "error", message=sequence.constraint.fault))
+        return False
+
     def _draft(self, steps: list[_Step]) -> list[_Step]:
         """Draft for those that do, and cut each block."""
         drafting = [step for step in steps if step.sequence.draft]
@@ -212,7 +242,9 @@ class CpuBackend:
     def _judge(self, step: _Step, logits: np.ndarray) -> int:
         """Choose from logits [rows, vocab] and emit; the number of rows that stay in the cache."""
         sequence, judged = step.sequence, step.judged
-        accepted, tokens = choose_tokens(sequence, logits, step.drafted[:judged], step.probabilities[:judged])
+        accepted, tokens = choose_tokens(
+            sequence, logits, step.drafted[:judged], step.probabilities[:judged], step.allowed
+        )
         return self._emit(sequence, logits, tokens, step, accepted)
 
     def _emit(

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["Engine", "EngineOptions", "Progress", "open_engine"]
 
 ClassMap = Callable[["Checkpoint"], "np.ndarray | None"]
+Grammars = Callable[["Checkpoint"], ConstraintFactory | None]
+TierFactory = Callable[[Limits], Tier | None]
 
 MOST_REWOUND = 24  # tokens
 
@@ -201,7 +203,7 @@ class Engine:
             if done:
                 self._scheduler.prefilled(sequence)
             if self._saver is not None:
-                self._saver.save_prompt(sequence) if done else self._saver.save_periodic(sequence, sequence.prefilled)
+                self._saver.prefilled(sequence, got, now - start, done=done)
             if now >= deadline or (not done and got < rows):
                 break
         return worked
@@ -269,14 +271,26 @@ class Engine:
             )
 
 
-def open_engine(options: EngineOptions, progress: Progress | None = None, class_map: ClassMap | None = None) -> Engine:
+def open_engine(
+    options: EngineOptions,
+    progress: Progress | None = None,
+    class_map: ClassMap | None = None,
+    grammars: Grammars | None = None,
+    tier: TierFactory | None = None,
+) -> Engine:
     """Open the checkpoint on the CPU backend and load it.
 
-    `class_map` gives Engram's class of each token id [vocab] for a checkpoint without `engram_token_map.json`.
-    Raises CheckpointError or ConfigError.
+    `class_map` gives Engram's class of each token id [vocab] for a checkpoint without `engram_token_map.json`,
+    `grammars` what makes constraints for the checkpoint's tokenizer, `tier` the cache tier of a backend with these
+    limits. Raises CheckpointError or ConfigError.
     """
     from dsuf.engine.cpu import CpuBackend  # the arithmetic is imported where it is used: messages stay light
 
     backend = CpuBackend(options, class_map)
     backend.load(progress or (lambda what, share: None))
-    return Engine(backend, options)
+    return Engine(
+        backend,
+        options,
+        tier=tier(backend.limits) if tier is not None else None,
+        constraints=grammars(backend.checkpoint) if grammars is not None else None,
+    )

@@ -56,9 +56,13 @@ class Saver:
         self._saved[key] = hit.position
         self._after.append((copy, lambda: self.tier.restored(key)))
 
-    def save_prompt(self, sequence: Sequence) -> None:
-        """The prompt is complete: save its last resume point."""
-        self._save(sequence, sequence.prompt_len - 1, periodic=False)
+    def prefilled(self, sequence: Sequence, rows: int, seconds: float, *, done: bool) -> None:
+        """`rows` more rows of the prompt are there: save its last resume point if it is done, else a periodic one."""
+        self.tier.measured(rows, seconds)
+        if done:
+            self._save(sequence, sequence.prompt_len - 1, periodic=False)
+        else:
+            self.save_periodic(sequence, sequence.prefilled)
 
     def save_periodic(self, sequence: Sequence, position: int) -> None:
         """Save the last multiple of `resume_every` up to `position`, if it is new."""

@@ -74,6 +74,10 @@ class Tier(Protocol):
         """The request ended and nothing is copied for it any more: what it still holds may go."""
         ...
 
+    def measured(self, rows: int, seconds: float) -> None:
+        """So long did it take to compute so many prompt rows: what a transfer is weighed against."""
+        ...
+
     def wait(self, seconds: float) -> None:
         """There is nothing to do but wait for what is PENDING: sleep at most this long."""
         ...

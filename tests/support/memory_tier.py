@@ -25,7 +25,7 @@ class MemoryTier:
         self.live: dict[str, int] = {}  # asked so often
         self.writing: list[Entry] = []
         self.leased: set[str] = set()
-        self.written_pages = self.waits = 0
+        self.written_pages = self.computed_rows = self.waits = 0
 
     def want(self, key, request):
         assert key == request.id and key not in self.live
@@ -67,6 +67,10 @@ class MemoryTier:
     def forget(self, key):
         del self.live[key]
         self.leased.discard(key)
+
+    def measured(self, rows, seconds):
+        assert rows > 0 and seconds >= 0
+        self.computed_rows += rows
 
     def wait(self, seconds):
         self.waits += 1
