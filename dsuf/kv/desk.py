@@ -35,6 +35,8 @@ class Visit:
     request: str
     names: Names
     owner: str  # the connection that brought it; it ends with it
+    reader: str = ""  # the connection that claimed it, and may be copying until it says otherwise
+    ended: bool = False  # the owner has forgotten it, the reader not yet
     lease: Lease | None = None  # what CLAIM hands out
     pull: Pull | None = None  # or what it waits for
     spare: Lease | None = None  # a shorter entry that is here, should the pull fail
@@ -85,7 +87,7 @@ class Desk:
         visit.lease, visit.source = self._lease(local, visit), "local"
         return m.Found(ask.id, local.tokens, "local", ids_bytes(self.store.ids(local, local.keys[keys[at]])))
 
-    async def claim(self, ask: m.Claim) -> m.Claimed | m.Nothing:
+    async def claim(self, ask: m.Claim, reader: str) -> m.Claimed | m.Nothing:
         """Wait until the bytes are here."""
         visit = self.visits.get(ask.request)
         if visit is None or (visit.lease is None and visit.pull is None):
@@ -94,7 +96,10 @@ class Desk:
             why = await self._arrival(visit, ask.id)
             if why is not None:
                 return why
-        entry = visit.lease.entry
+        if self.visits.get(ask.request) is not visit:  # forgotten in the same moment
+            self._let_go(visit)
+            return m.Nothing(ask.id, "forgotten", "the request has ended")
+        entry, visit.reader = visit.lease.entry, reader
         self.outcomes[visit.source] += 1
         slots = entry.slots.astype("<u4").tobytes()
         return m.Claimed(ask.id, entry.id, entry.tokens, visit.source, len(entry.pages), slots)
@@ -107,16 +112,23 @@ class Desk:
         lease, visit.lease = visit.lease, None
         return self._end(lease)
 
-    def forget(self, request: str) -> None:
-        """The request has ended."""
-        visit = self.visits.pop(request, None)
-        if visit is not None:
-            self._let_go(visit)
+    def forget(self, request: str, client: str) -> None:
+        """A client says that the request has ended; what its reader has claimed stays until the reader says so too."""
+        visit = self.visits.get(request)
+        if visit is None or client not in (visit.owner, visit.reader):
+            return
+        if visit.reader and client != visit.reader:
+            visit.ended = True
+            return
+        visit.reader = ""
+        self._let_go(visit)
+        if client == visit.owner or visit.ended:
+            del self.visits[request]
 
-    def owner_gone(self, owner: str) -> None:
-        """A connection ended: so have its requests."""
-        for visit in [visit for visit in self.visits.values() if visit.owner == owner]:
-            self.forget(visit.request)
+    def client_gone(self, client: str) -> None:
+        """A connection ended: so have its requests, and its copying."""
+        for visit in [visit for visit in self.visits.values() if client in (visit.owner, visit.reader)]:
+            self.forget(visit.request, client)
 
     def reserve(self, ask: m.Reserve, writer: str) -> m.Reserved | m.Nothing:
         """Room for a prefix that the engine is about to write."""

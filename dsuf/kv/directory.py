@@ -28,6 +28,7 @@ SERVER_TTL_S, BEAT_S = 10.0, 3.0
 RECORD_TTL_S, REFRESH_S = 1800.0, 600.0
 FIND_S, WRITE_S = 0.05, 0.25
 RETRY_S = 1.0
+CONNECTIONS = 8
 ANNOUNCE_BATCH, ANNOUNCE_EVERY_S = 20, 0.1  # 200 a second when everything is announced anew
 MAX_CANDIDATES = 512
 MAX_DROPS = 100_000  # remembered while Redis is down; the rest runs out by itself
@@ -123,9 +124,16 @@ class Directory:
         self.reannounced = 0
         self._on_continued = on_continued or (lambda name: None)
         self._prefix = f"{{dsuf:{ns[:4].hex()}}}"
-        self._redis = redis.asyncio.from_url(
-            url, protocol=3, socket_timeout=WRITE_S, socket_connect_timeout=WRITE_S, retry=None
+        pool = redis.asyncio.BlockingConnectionPool.from_url(
+            url,
+            max_connections=CONNECTIONS,
+            timeout=WRITE_S,
+            protocol=3,
+            socket_timeout=WRITE_S,
+            socket_connect_timeout=WRITE_S,
+            retry=None,
         )
+        self._redis = redis.asyncio.Redis.from_pool(pool)
         self._find, self._publish, self._drop, self._beat = map(
             self._redis.register_script, (_FIND, _PUBLISH, _DROP, _BEAT)
         )

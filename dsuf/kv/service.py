@@ -95,7 +95,7 @@ class Service:
         finally:
             for task in list(running):
                 task.cancel()
-            self._agent.desk.owner_gone(client)
+            self._agent.desk.client_gone(client)
             self._keep(self._drop_writes(client, pid))
             self._connections.discard(connection)
             self._serving.discard(asyncio.current_task())
@@ -119,7 +119,7 @@ class Service:
             case m.Lookup():
                 return await desk.lookup(message, client)
             case m.Claim():
-                return await desk.claim(message)
+                return await desk.claim(message, client)
             case m.Release():
                 return m.Done(message.id, desk.release(message.request))
             case m.Reserve():
@@ -131,7 +131,7 @@ class Service:
             case m.Abandon():
                 return desk.saves.abandon(message.entry, client)
             case m.Forget():
-                return desk.forget(message.request)
+                return desk.forget(message.request, client)
             case m.Prefilled():
                 return self._agent.rates.prefilled(message.tokens_per_s)
             case m.Leave():

@@ -80,14 +80,21 @@ class Node:
         try:
             return await self.held_turn(segments, ids=ids, request=request, tenant=tenant)
         finally:
-            self.desk.forget(request)
+            self.forget(request)
+
+    def forget(self, request):
+        """Whoever reads and whoever asked say that the request has ended."""
+        visit = self.desk.visits.get(request)
+        for client in (visit.reader, visit.owner) if visit else ():
+            if client:
+                self.desk.forget(request, client)
 
     async def held_turn(self, segments=(), *, ids=None, request="turn", tenant="", owner="web"):
         data = b"" if ids is None else ids_bytes(ids)
         found = await self.desk.lookup(m.Lookup(1, request, tenant, list(segments), data), owner)
         if isinstance(found, m.Nothing):
             return Turn("none", 0, [], found.kind)
-        claimed = await self.desk.claim(m.Claim(2, request))
+        claimed = await self.desk.claim(m.Claim(2, request), "reader")
         if isinstance(claimed, m.Nothing):
             return Turn("none", 0, ids_array(found.ids).tolist(), claimed.kind)
         got = ids_array(found.ids)

@@ -92,6 +92,9 @@ def test_web_looks_up_what_the_engine_claims(agent):
         assert claimed.tokens == 600
         assert (await client.status()).numbers["leases"] == 1
         await client.tell(m.Forget("t2"))
+        assert (await client.status()).numbers["leases"] == 1, "the engine is copying"
+        engine.tell(m.Forget("t2"))
+        await asyncio.wrap_future(engine.status())
         assert not await client.alias("t2", digest("x"), 602, ids[599:602].tolist()), "forgotten"
         await client.lookup("t3", "", segments=[digest("end")])
         assert (await client.status()).numbers["leases"] == 1

@@ -306,7 +306,7 @@ def test_a_thousand_requests_cancelled_at_random_points_leave_nothing(tmp_path):
             result = (await asyncio.gather(task, return_exceptions=True))[0]
             assert isinstance(result, asyncio.CancelledError) or result.source in ("remote", "local", "none"), result
             whole += not isinstance(result, asyncio.CancelledError)
-            b.desk.forget(f"r{number}")
+            b.forget(f"r{number}")
             for entry in list(b.agent.store.ready_entries()):
                 if not entry.leases and chance.random() < 0.7:
                     b.agent.store.drop(entry)
@@ -322,9 +322,9 @@ def test_a_request_forgotten_while_it_is_pulled_breaks_the_pull_off(tmp_path):
         spoil(b, at("half", lambda: asyncio.sleep(30)))
         found = await b.desk.lookup(m.Lookup(1, "r", "", TEXT), "web")
         assert isinstance(found, m.Found)
-        claim = asyncio.create_task(b.desk.claim(m.Claim(2, "r")))
+        claim = asyncio.create_task(b.desk.claim(m.Claim(2, "r"), "reader"))
         await asyncio.sleep(0.05)
-        b.desk.owner_gone("web")
+        b.desk.client_gone("web")
         assert (await claim).kind == "forgotten"
         await b.settled()
         assert not b.agent.store.entries
@@ -353,5 +353,17 @@ def test_memory_full_of_leased_entries_is_a_reason_not_an_error(tmp_path):
         assert (await b.turn(TEXT)).why == "memory"
         refused = await b.save(conversation(6, 1280), request="s")
         assert refused.kind == "full"
-        b.desk.forget("r")
+        b.forget("r")
         assert (await b.turn(TEXT)).source == "remote"
+
+
+def test_what_the_engine_is_copying_stays_when_the_web_process_forgets_the_request(tmp_path):
+    @shared(tmp_path)
+    async def _(a, b):
+        await b.desk.lookup(m.Lookup(1, "r", "", TEXT), "web")
+        assert isinstance(await b.desk.claim(m.Claim(2, "r"), "engine"), m.Claimed)
+        for client in ("web", "somebody"):
+            b.desk.forget("r", client)
+        assert the_entry(b).leases, "it may be read at this very moment"
+        b.desk.client_gone("engine")
+        assert not the_entry(b).leases and not b.desk.visits

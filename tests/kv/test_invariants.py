@@ -104,7 +104,7 @@ class Fleet(RuleBasedStateMachine):
             assert self.loop.time() - begin < LONGEST_S, "I5: every request ends in time"
             assert got.source != "none" or got.why
             SEEN[got.source + got.why] += 1
-            self.nodes[name].desk.forget(request)
+            self.nodes[name].forget(request)
             self.ended += 1
 
         self.turns[request] = (name, self.loop.create_task(turn()))
@@ -116,7 +116,7 @@ class Fleet(RuleBasedStateMachine):
             name, task = self.turns[request]
             if how == "cancel":
                 task.cancel()
-            self.nodes[name].desk.forget(request)
+            self.nodes[name].forget(request)
 
     @rule(seconds=st.sampled_from([0.0, 0.0005, 0.01, 0.3, 3.0]))
     def time_passes(self, seconds):
@@ -137,7 +137,7 @@ class Fleet(RuleBasedStateMachine):
         node = self.nodes[name]
         node.desk.reserve(m.Reserve(1, "half", "", 900, CONVERSATIONS[talk][:900].tobytes()), "dead")
         node.agent.store.drop_writer("dead")
-        node.desk.forget("half")
+        node.forget("half")
 
     # ---- what goes wrong
 
@@ -221,7 +221,7 @@ class Fleet(RuleBasedStateMachine):
         assert not self.turns
         for node in self.nodes.values():
             for request in list(node.desk.visits):
-                node.desk.forget(request)
+                node.forget(request)
         await asyncio.sleep(70.0)  # circuits close, leases lapse
         self.heartbeat()
         for node in self.nodes.values():
