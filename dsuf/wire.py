@@ -11,7 +11,7 @@ import contextlib
 import socket
 import struct
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ class Codec:
         self.check(len(payload), "to send")
         return _PREFIX.pack(len(payload)) + payload
 
-    def decode(self, payload: bytes) -> Any:
+    def decode(self, payload: bytes | memoryview) -> Any:
         """Raises WireError when the payload is not the expected type."""
         try:
             return self._decoder.decode(payload)
@@ -113,7 +113,7 @@ class Connection:
 
 
 class AsyncConnection:
-    """asyncio side; one task receives, sends may come from several tasks of the same loop."""
+    """asyncio side as streams; one task receives, sends may come from several tasks of the same loop."""
 
     def __init__(
         self,
@@ -152,6 +152,74 @@ class AsyncConnection:
             await self._writer.wait_closed()
 
 
+class FramePeer(asyncio.Protocol):
+    """asyncio side without a task or a copy between: `on_message` runs for each frame as soon as it has arrived.
+
+    `on_end` runs once, with None when the peer closed or with the WireError of a bad frame. Both are set by the
+    `accepted` of `serve_frames`; a peer that it does not want is closed there.
+    """
+
+    def __init__(self, receives: Any, accepted: Callable[[FramePeer], None], max_bytes: int = MAX_FRAME_BYTES) -> None:
+        self.on_message: Callable[[Any], None] | None = None
+        self.on_end: Callable[[WireError | None], None] | None = None
+        self._codec, self._accepted = Codec(receives, max_bytes), accepted
+        self._rest = bytearray()  # the beginning of a frame
+        self._failure: WireError | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """The peer is there."""
+        self._transport = transport
+        self._accepted(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Hand on every whole frame, keep the rest."""
+        if self._transport.is_closing():
+            return
+        if self._rest:
+            self._rest += data
+            data = bytes(self._rest) if self._holds_frame() else b""
+            if not data:
+                return
+        begin = 0
+        try:
+            while len(data) - begin >= _PREFIX.size:
+                (count,) = _PREFIX.unpack_from(data, begin)
+                self._codec.check(count)
+                end = begin + _PREFIX.size + count
+                if end > len(data):
+                    break
+                self.on_message(self._codec.decode(memoryview(data)[begin + _PREFIX.size : end]))
+                begin = end
+        except WireError as error:
+            self._failure = error
+            self._transport.abort()
+        self._rest = bytearray(data[begin:])
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """The peer has closed, or we have."""
+        if self._rest and self._failure is None:
+            self._failure = WireError("the peer closed inside a frame.")
+        if self.on_end is not None:
+            self.on_end(self._failure)
+
+    def send(self, message: Any) -> None:
+        """Queue one frame whole. Raises OSError when the peer is gone, WireError when the message is too large."""
+        if self._transport.is_closing():
+            raise ConnectionResetError("the peer is gone")
+        self._transport.write(self._codec.frame(message))
+
+    def close(self) -> None:
+        """Close both directions, after what was queued."""
+        self._transport.close()
+
+    def _holds_frame(self) -> bool:
+        """Whether the kept bytes hold a whole frame, or one whose length is refused."""
+        if len(self._rest) < _PREFIX.size:
+            return False
+        (count,) = _PREFIX.unpack_from(self._rest)
+        return len(self._rest) - _PREFIX.size >= min(count, self._codec.max_bytes)
+
+
 def listen(path: Path) -> socket.socket:
     """A listening socket at `path`, readable by this user only. Raises WireError when the path is too long or taken."""
     _check_path(path)
@@ -182,15 +250,10 @@ def connect(path: Path, receives: Any, timeout_s: float = 10.0) -> Connection:
         time.sleep(0.02)
 
 
-async def serve_async(
-    path: Path, receives: Any, accepted: Callable[[AsyncConnection], Awaitable[None]]
-) -> asyncio.Server:
-    """Listen on `path` in the running loop; `accepted` runs as a task for every peer that connects."""
-
-    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await accepted(AsyncConnection(reader, writer, receives))
-
-    return await asyncio.start_unix_server(take, sock=listen(path))
+async def serve_frames(path: Path, receives: Any, accepted: Callable[[FramePeer], None]) -> asyncio.Server:
+    """Listen on `path` in the running loop; `accepted` sets up every peer that connects."""
+    loop = asyncio.get_running_loop()
+    return await loop.create_unix_server(lambda: FramePeer(receives, accepted), sock=listen(path))
 
 
 async def connect_async(path: Path, receives: Any) -> AsyncConnection:

@@ -1,9 +1,12 @@
 """Frames over a Unix socket: whole, limited, typed, from threads and from asyncio."""
 
 import asyncio
+import re
 import socket
 import struct
 import threading
+from itertools import pairwise
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -104,7 +107,33 @@ def test_sending_to_a_closed_peer_is_an_os_error(ends):
             near.send(b"x")
 
 
-def test_asyncio_serves_a_blocking_client(tmp_path):
+def served(tmp_path, sent, pieces=None):
+    """(messages, how it ended) that `serve_frames` sees of a client that sends `sent` in `pieces` and hangs up."""
+    path, seen = tmp_path / "pipe", []
+    path.unlink(missing_ok=True)
+
+    def client():
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(str(path))
+            for piece in pieces or [sent]:
+                sock.sendall(piece)
+
+    async def main():
+        ended = asyncio.get_running_loop().create_future()
+
+        def accepted(peer):
+            peer.on_message, peer.on_end = seen.append, ended.set_result
+
+        server = await wire.serve_frames(path, Point, accepted)
+        await asyncio.to_thread(client)
+        failure = await asyncio.wait_for(ended, 5)
+        server.close()
+        return failure
+
+    return seen, asyncio.run(main())
+
+
+def test_frames_are_served_without_a_task_to_a_blocking_client(tmp_path):
     path, seen = tmp_path / "pipe", []
 
     def client():
@@ -116,18 +145,51 @@ def test_asyncio_serves_a_blocking_client(tmp_path):
     async def main():
         ended = asyncio.Event()
 
-        async def accepted(peer):
-            while (message := await peer.receive()) is not None:
-                await peer.send([message.x, message.x + 1])
-            await peer.close()
-            ended.set()
+        def accepted(peer):
+            peer.on_message = lambda message: peer.send([message.x, message.x + 1])
+            peer.on_end = lambda failure: ended.set()
 
-        server = await wire.serve_async(path, Point, accepted)
+        server = await wire.serve_frames(path, Point, accepted)
         await asyncio.gather(asyncio.to_thread(client), asyncio.wait_for(ended.wait(), 5))
         server.close()
 
     asyncio.run(main())
     assert seen == [[3, 4]]
+
+
+@given(st.lists(st.integers(0, 2**40), max_size=5), st.lists(st.integers(0, 60), max_size=6))
+def test_frames_arrive_whole_in_any_pieces(numbers, cuts):
+    sent = b"".join(wire.Codec(object).frame(Point(number)) for number in numbers)
+    edges = sorted({0, len(sent), *(min(cut, len(sent)) for cut in cuts)})
+    peer = wire.FramePeer(Point, lambda peer: None)
+    seen, ends = [], []
+    peer.on_message, peer.on_end = seen.append, ends.append
+    peer.connection_made(SimpleNamespace(is_closing=lambda: False))
+    for begin, end in pairwise(edges):
+        peer.data_received(sent[begin:end])
+    peer.connection_lost(None)
+    assert seen == [Point(number) for number in numbers] and ends == [None]
+
+
+def test_served_frames_end_with_what_was_wrong(tmp_path):
+    frame = wire.Codec(object).frame(Point(7))
+    assert served(tmp_path, frame) == ([Point(7)], None)
+    assert served(tmp_path, b"") == ([], None)
+    for sent, words in (
+        (frame[:2], "inside a frame"),
+        (frame + frame[:-1], "inside a frame"),
+        (frame + b"\xff" * 4, "announced"),
+        (frame + wire.Codec(object).frame("other"), "not the expected message"),
+    ):
+        seen, failure = served(tmp_path, sent)
+        assert len(seen) == (len(sent) > len(frame)) and re.search(words, str(failure))
+
+
+def test_sending_to_a_frame_peer_that_is_gone_is_an_os_error():
+    peer = wire.FramePeer(Point, lambda peer: None)
+    peer.connection_made(SimpleNamespace(is_closing=lambda: True))
+    with pytest.raises(OSError):
+        peer.send([1])
 
 
 def test_asyncio_tells_an_end_a_cut_and_a_bad_frame(tmp_path):

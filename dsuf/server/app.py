@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import signal
 import socket
 import threading
@@ -22,6 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
 from dsuf.errors import DsufError, EnvironmentProblem
+from dsuf.server.connection import Connection
 from dsuf.server.drain import Drain
 from dsuf.server.front import Front, problem_response
 from dsuf.server.link import EngineLink
@@ -75,14 +77,6 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without its own signal handling."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 def run(app: Starlette, sock: socket.socket, on_ready: Callable[[], None] | None = None) -> int:
     """Serve until a signal; the exit code. `on_ready` is called once, when the engine is ready.
 
@@ -98,7 +92,7 @@ async def serve(app: Starlette, sock: socket.socket, on_ready: Callable[[], None
     server = _Server(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=Connection,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -117,6 +111,7 @@ async def serve(app: Starlette, sock: socket.socket, on_ready: Callable[[], None
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, app.state.drain.on_signal, number)
     await service.link.open()
+    _spare_the_collector()
     try:
         await server.serve(sockets=[sock])
     finally:
@@ -136,6 +131,12 @@ class _Server(uvicorn.Server):
     def stop(self) -> None:
         """Close the listening socket and idle connections, then end."""
         self.should_exit = True
+
+
+def _spare_the_collector() -> None:
+    """Keep the vocabulary and the modules out of garbage collections, which would look at them again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 class _Start:

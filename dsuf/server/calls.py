@@ -15,7 +15,7 @@ from dsuf.server.link import Interrupted
 from dsuf.server.problems import HttpProblem
 from dsuf.server.record import Record
 from dsuf.server.service import Service
-from dsuf.server.stream import CLIENT_CLOSED, EventStream, Exchange, collect
+from dsuf.server.stream import CLIENT_CLOSED, EventStream, Exchange, WholeAnswer
 from dsuf.text.completion import completion
 from dsuf.text.prompt import Prompt
 from dsuf.text.protocols import COMPLETIONS, MESSAGES, Protocol
@@ -39,19 +39,14 @@ def endpoint(protocol: Protocol) -> Callable[[Request], Awaitable[Response]]:
             exchange.enter()
             body = await read_body(request, service.options.max_body_bytes)
             prompt = await in_thread(body, lambda: _prompt(service, protocol, body))
-            await exchange.start(prompt, f"{protocol.id_prefix}{uuid.uuid4().hex}")
+            exchange.start(prompt, f"{protocol.id_prefix}{uuid.uuid4().hex}")
         except ClientDisconnect:
             await exchange.close(Interrupted("disconnect"))
             return _to_nobody()
         except BaseException as error:
             await exchange.close(error)
             raise
-        if prompt.stream:
-            return EventStream(exchange)
-        try:
-            return _json(await collect(exchange, request.receive))
-        except Interrupted:
-            return _to_nobody()
+        return EventStream(exchange) if prompt.stream else WholeAnswer(exchange)
 
     return answer
 

@@ -46,8 +46,8 @@ class Drain:
         """End every call with an error event, wait for those to be written, stop."""
         service = self._service
         broken = service.admission.open
-        for call in list(service.link.calls.values()):
-            call.interrupt("shutdown")
+        for exchange in list(service.exchanges):
+            exchange.interrupt("shutdown")
         loop = asyncio.get_running_loop()
         end = loop.time() + _LAST_WORDS_S
         while service.admission.open and loop.time() < end:

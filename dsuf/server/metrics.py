@@ -85,6 +85,7 @@ class Metrics:
         self._success = self._counter("request_success", "Requests that ended well.", "finished_reason")
         self._rejections = self._counter("admission_rejections", "Requests refused before the engine.", "status")
         self._disconnects = self._counter("client_disconnects", "Clients that went away.", "phase")
+        self._stalls = self._counter("stream_stalls", "Times that a stream waited for its client.")
         self._drafts = self._counter("spec_decode_num_drafts", "Decode steps with a block of drafts.")
         self._drafted = self._counter("spec_decode_num_draft_tokens", "Drafted tokens.")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
@@ -112,6 +113,10 @@ class Metrics:
     def disconnected(self, phase: str) -> None:
         """A client went away while its request was in `phase`: queue, prefill or decode."""
         self._count(self._disconnects, 1, phase)
+
+    def stalled(self) -> None:
+        """A client has not read what was sent to it, so that its next tokens wait."""
+        self._count(self._stalls, 1)
 
     def ended(self, finish_reason: str, e2e_s: float) -> None:
         """A request ended well."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -14,22 +15,35 @@ class ServerOptions:
 
     api_keys: tuple[str, ...] = ()  # none: everybody may call
     max_queued_requests: int = 256  # requests that wait for their prefill; more are answered 429
+    max_queued_tokens: int | None = None  # prompt tokens that wait likewise; None: 20 s of measured prefill
+    queue_timeout_s: float = 600.0  # a request whose prefill has not started by then is given up
+    stall_timeout_s: float = 60.0  # a client that reads or sends nothing for this long is cut off
     max_body_bytes: int = 64 << 20  # a prompt of 1 M tokens is about 5 MB
     keepalive_s: float = 10.0  # silence after which a stream gets a comment, and again after as long
     drain_delay_s: float = 5.0  # after SIGTERM new calls are refused politely for this long
     drain_timeout_s: float = 120.0  # then running streams have this long to end
     log_format: Literal["json", "text"] = "json"
+    metrics_names: Literal["dsuf", "vllm", "both"] = "dsuf"  # prefixes in /metrics
 
     def __post_init__(self) -> None:
         """Raise ConfigError unless every number is in range and no key is empty."""
-        for name, low in (("max_queued_requests", 0), ("max_body_bytes", 1), ("keepalive_s", 0.01)):
-            if not getattr(self, name) >= low:
-                raise ConfigError(f"{name} is {getattr(self, name)}, expected at least {low}. Change the flag.")
+        for name, low in (
+            ("max_queued_requests", 0),
+            ("max_queued_tokens", 0),
+            ("max_body_bytes", 1),
+            ("keepalive_s", 0.01),
+            ("queue_timeout_s", 0.01),
+            ("stall_timeout_s", 0.01),
+        ):
+            value = getattr(self, name)
+            if value is not None and not low <= value < math.inf:
+                raise ConfigError(f"{name} is {value}, expected at least {low}. Change the flag.")
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name.startswith("drain_") and not 0 <= value <= 86_400:
                 raise ConfigError(f"{field.name} is {value}, expected 0 to 86400 seconds. Change the flag.")
-        if self.log_format not in ("json", "text"):
-            raise ConfigError(f"log_format is {self.log_format!r}, expected json or text. Change the flag.")
+        for name, known in (("log_format", ("json", "text")), ("metrics_names", ("dsuf", "vllm", "both"))):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, expected {' or '.join(known)}. Change the flag.")
         if any(not key.strip() for key in self.api_keys):
             raise ConfigError("an API key is empty, expected some text. Set it or leave it out.")

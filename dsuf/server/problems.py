@@ -37,9 +37,9 @@ class HttpProblem(Exception):
         self.headers = dict(headers or {})
 
 
-def busy(message: str, status: int = 503) -> HttpProblem:
+def busy(message: str, status: int = 503, retry_s: int = RETRY_SOON_S) -> HttpProblem:
     """An answer that asks the client to come back soon."""
-    return HttpProblem(status, message, {"retry-after": str(RETRY_SOON_S)})
+    return HttpProblem(status, message, {"retry-after": str(retry_s)})
 
 
 def error_type(status: int) -> str:

@@ -20,6 +20,7 @@ from dsuf.text.prompt import Prompt
 
 Outcome = Literal["ok", "cancelled", "rejected", "error"]
 Log = Callable[[dict[str, Any]], None]
+_COUNT_EVERY_S = 0.25  # steps of a stream reach the metrics this late at most
 _STALL_S = 0.001  # a send that takes longer waited for the client
 
 
@@ -35,7 +36,8 @@ class Record:
         self._prompt: Prompt | None = None
         self._admitted: Admitted | None = None
         self._first_token: float | None = None
-        self._last_step = 0.0
+        self._last_step = self._counted_at = 0.0
+        self._steps: list[tuple[float, int]] = []  # (gap, tokens), not yet counted
         self._stall_s = 0.0
         self._ended = False
 
@@ -51,11 +53,20 @@ class Record:
         """A step has emitted tokens, whether or not the client has them yet."""
         now = time.perf_counter()
         if self._first_token is None:
-            self._first_token = now
+            self._first_token = self._counted_at = now
             self._metrics.first_token(now - self._begin)
         elif event.ids:
-            self._metrics.step(now - self._last_step, len(event.ids))
+            self._steps.append((now - self._last_step, len(event.ids)))
+            if now - self._counted_at > _COUNT_EVERY_S:
+                self._count_steps(now)
         self._last_step = now
+
+    def _count_steps(self, now: float) -> None:
+        """Many at once: for a lone fast stream the caches have forgotten this code between two steps."""
+        for gap_s, tokens in self._steps:
+            self._metrics.step(gap_s, tokens)
+        self._steps.clear()
+        self._counted_at = now
 
     def sent(self, seconds: float) -> None:
         """A write to the client took this long."""
@@ -68,6 +79,7 @@ class Record:
             return
         self._ended = True
         now = time.perf_counter()
+        self._count_steps(now)
         finish_reason = reply.finish_reason if reply else None
         if outcome == "ok":
             self._metrics.ended(finish_reason or "stop", now - self._begin)

@@ -32,12 +32,13 @@ class Service:
     write_line: Callable[[str], None]
     started_at: int  # Unix time, for the list of models
     draining: bool = False
+    exchanges: set[Any] = field(default_factory=set)  # calls that have not ended, for whoever must end them
     admission: Admission = field(init=False)
     metrics: Metrics = field(init=False)
 
     def __post_init__(self) -> None:
         """Make the counts that belong to these options."""
-        self.admission = Admission(self.options.max_queued_requests)
+        self.admission = Admission(self.options.max_queued_requests, self.options.max_queued_tokens)
         self.metrics = Metrics(self.text.names[0], self.admission)
 
     @property
