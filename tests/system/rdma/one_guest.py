@@ -13,7 +13,7 @@ from dsuf.kv.transport.rdma import RdmaTransport
 from dsuf.kv.transport.rdma.messages import Ticket, decode, encode
 from tests.system.rdma.guests import NETWORKS
 from tests.system.rdma.owner import SLOT_BYTES, Owner, RemoteOwner, make_arena, slot_reads
-from tests.system.rdma.reader import Given, keys_stay, refused, until, usable_ports
+from tests.system.rdma.reader import Given, few_posted, keys_stay, refused, until, usable_ports
 
 HOST = f"{NETWORKS[0]}.1"
 
@@ -107,7 +107,7 @@ async def check_a_read_past_the_arena_is_refused_by_the_adapter(given: Given, no
     with refused("refused the key or the range"):
         await link.read(forged, slot_reads([-(-given.owner.nbytes // SLOT_BYTES)], [0]))
     notes.append(f"refused after {(time.perf_counter() - started_s) * 1e3:.1f} ms")
-    assert not link.alive
+    assert [rail.lost for rail in link._rails] == [True, False]  # it was not tried again on the other
     await link.close()
     await given.new_link_works()
 
@@ -167,15 +167,17 @@ async def check_nothing_arrives_after_an_abort(given: Given, notes: list[str]) -
     slots = list(range(given.arena.slots))
     _, ticket = await given.lease(slots)
     given.arena.view[:] = bytes(given.arena.nbytes)
-    reading = asyncio.create_task(link.read(ticket, slot_reads(slots, slots)))
-    await until(lambda: given.arrived() > 0)
-    reading.cancel()
-    with suppress(asyncio.CancelledError):
-        await reading
-    started_s = time.perf_counter()
-    await link.abort()
+    with few_posted():
+        reading = asyncio.create_task(link.read(ticket, slot_reads(slots, slots)))
+        await until(lambda: given.arrived() > 0)
+        reading.cancel()
+        with suppress(asyncio.CancelledError):
+            await reading
+        started_s = time.perf_counter()
+        await link.abort()
     notes.append(f"abort took {(time.perf_counter() - started_s) * 1e3:.1f} ms")
-    assert 0 < given.arrived() < len(slots), "the read was not cut off in its middle"
+    notes.append(f"{given.arrived()} of {len(slots)} pages had arrived")
+    assert 0 < given.arrived() < len(slots), f"{given.arrived()} of {len(slots)} pages had arrived"
     given.arena.view[:] = bytes(given.arena.nbytes)
     await asyncio.sleep(0.5)
     assert given.arrived() == 0
@@ -217,10 +219,14 @@ async def check_an_owner_killed_mid_read_is_noticed_within_four_seconds(given: G
     link = await given.link()
     slots = list(range(given.arena.slots))
     _, ticket = await given.lease(slots)
-    await given.owner.call("die", 0.2)
-    died_s = time.perf_counter() + 0.2
-    with refused("did not answer"):
-        await link.read(ticket, slot_reads(slots, slots))
+    given.arena.view[:] = bytes(given.arena.nbytes)
+    with few_posted():
+        reading = asyncio.create_task(link.read(ticket, slot_reads(slots, slots)))
+        await until(lambda: given.arrived() > 0)
+        await given.owner.call("die")
+        died_s = time.perf_counter()
+        with refused("did not answer"):
+            await reading
     noticed_s = time.perf_counter() - died_s
     notes.append(f"noticed {noticed_s:.2f} s after the kill")
     assert noticed_s < 4

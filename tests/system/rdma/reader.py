@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from unittest import mock
 
 from dsuf.kv.arena import Arena
 from dsuf.kv.transport.base import TransferFailed
-from dsuf.kv.transport.rdma import RdmaTransport
+from dsuf.kv.transport.rdma import RdmaTransport, queue_pair
 from dsuf.kv.transport.rdma.link import RdmaLink
 from dsuf.kv.transport.rdma.messages import Ticket
 from tests.system.rdma.owner import SLOT_BYTES, RemoteOwner, slot_reads
@@ -44,6 +45,13 @@ class Given:
         await link.read(ticket, slot_reads([3], [0]))
         await self.owner.call("revoke", lease)
         await link.close()
+
+
+@contextmanager
+def few_posted() -> Iterator[None]:
+    """Few READs on their way at once: with many the kernel is busy until the last byte, and a check gets no turn."""
+    with mock.patch.object(queue_pair, "DEPTH", 2):
+        yield
 
 
 @contextmanager

@@ -12,10 +12,9 @@ from unittest import mock
 from dsuf.kv.transport.rdma import RdmaTransport, queue_pair, verbs
 from tests.system.rdma.guests import NETWORKS
 from tests.system.rdma.owner import SLOT_BYTES, Owner, RemoteOwner, make_arena, set_link, slot_reads
-from tests.system.rdma.reader import Given, refused, until, usable_ports
+from tests.system.rdma.reader import Given, few_posted, refused, until, usable_ports
 
 HOST = f"{NETWORKS[0]}.1"
-FEW_POSTED = 2  # with many READs on their way the kernel is busy until the last byte, and a check gets no turn
 
 
 async def owner() -> None:
@@ -27,7 +26,7 @@ async def prepare() -> AsyncIterator[Given]:
     arena = make_arena(filled=False)
     transport = RdmaTransport.open(arena)
     await transport.start()
-    with mock.patch.object(queue_pair, "DEPTH", FEW_POSTED):
+    with few_posted():
         yield Given(arena, transport, await RemoteOwner.connect(HOST))
     await transport.close()
 
