@@ -94,6 +94,15 @@ def turn(word: Any, table: Any, at: Any) -> Any:
     return bf16x2(b, a)
 
 
+@inline
+def score_group(score: Any, low: Any, high: Any, keys: Any, k: Any, g: Any, t: Any, pitch: Any) -> None:
+    """score[n] += 32 columns of q (rows g and g + 8) times those of keys 8n .. 8n + 7."""
+    for n in unroll(8):
+        w = lds_u32x4(chunk_address(keys, int32(8 * n + g), int32(4 * k + t), pitch))
+        score[n] = mma_bf16((low[0], high[0], low[1], high[1]), (w[0], w[1]), score[n])
+        score[n] = mma_bf16((low[2], high[2], low[3], high[3]), (w[2], w[3]), score[n])
+
+
 def make_partial(*, h: int, d: int, rope: int, ring: int, window: int, topk: int, ratio: int) -> Kernel:
     """h heads, padded to 16; window keys at most; topk 0: window only."""
     M_TILES, PITCH, ROW = -(-h // 16), d * 2, window_row_bytes(d)
@@ -168,25 +177,23 @@ def make_partial(*, h: int, d: int, rope: int, ring: int, window: int, topk: int
         if owner >= 0 and keys > 0:
             # scores of 16 heads and all 64 keys; the warps of one set of heads repeat this for each other
             head = int32(warp // PARTS * 16 + g)
-            head_low = int32(head if head < h else 0)
-            head_high = int32(head + 8 if head + 8 < h else 0)
+            q_low = q + ((row * h + (head if head < h else 0)) * d + t * 8) * 2
+            q_high = q + ((row * h + (head + 8 if head + 8 < h else 0)) * d + t * 8) * 2
             score = regs(8, (0.0, 0.0, 0.0, 0.0))
-            for k in unroll(GROUPS):
-                a = ldg_u32x4(q + ((row * h + head_low) * d + k * 32 + t * 8) * 2)
-                b = ldg_u32x4(q + ((row * h + head_high) * d + k * 32 + t * 8) * 2)
+            for k in range(TAIL // 32):
+                a = ldg_u32x4(q_low + k * 64)
+                b = ldg_u32x4(q_high + k * 64)
+                score_group(score, a, b, sm, k, g, t, PITCH)
+            for k in range(TAIL // 32, GROUPS):
                 x = regs(8)
-                x[0:4] = a
-                x[4:8] = b
-                if k * 32 + 32 > TAIL:  # noqa: SIM102 (known while expanding)
-                    if k * 32 + t * 8 >= TAIL:
-                        for j in unroll(4):
-                            at = int32((k * 32 - TAIL) // 2 + t * 4 + j)
-                            x[j] = turn(x[j], uint32(sm + AT_PHASE), at)
-                            x[4 + j] = turn(x[4 + j], uint32(sm + AT_PHASE), at)
-                for n in unroll(8):
-                    w = lds_u32x4(chunk_address(sm, int32(8 * n + g), int32(4 * k + t), PITCH))
-                    score[n] = mma_bf16((x[0], x[4], x[1], x[5]), (w[0], w[1]), score[n])
-                    score[n] = mma_bf16((x[2], x[6], x[3], x[7]), (w[2], w[3]), score[n])
+                x[0:4] = ldg_u32x4(q_low + k * 64)
+                x[4:8] = ldg_u32x4(q_high + k * 64)
+                if k * 32 + t * 8 >= TAIL:
+                    for j in unroll(4):
+                        at = int32(k * 16 + t * 4 + j - TAIL // 2)
+                        x[j] = turn(x[j], uint32(sm + AT_PHASE), at)
+                        x[4 + j] = turn(x[4 + j], uint32(sm + AT_PHASE), at)
+                score_group(score, x[0:4], x[4:8], sm, k, g, t, PITCH)
             top0 = LEAST
             top1 = LEAST
             v = regs(32)

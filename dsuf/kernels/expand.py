@@ -240,7 +240,17 @@ class Expander(ast.NodeTransformer):
 
     def visit_IfExp(self, node: ast.IfExp) -> Any:
         known, value = self.constant(node.test)
-        return self.visit(node.body if value else node.orelse) if known else self.generic_visit(node)
+        if known:
+            return self.visit(node.body if value else node.orelse)
+        arguments = [self.visit(part) for part in (node.test, node.body, node.orelse)]
+        return ast.Call(ast.Name("select", ast.Load()), arguments, [])  # no branch, and so no block for Numba
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> Any:
+        operator = ast.BitAnd() if isinstance(node.op, ast.And) else ast.BitOr()
+        result = self.visit(node.values[0])
+        for part in node.values[1:]:
+            result = ast.BinOp(result, operator, self.visit(part))
+        return result
 
     def visit_Attribute(self, node: ast.Attribute) -> Any:
         return ast.Constant(self.need(node, "an attribute"))

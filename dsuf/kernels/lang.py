@@ -11,6 +11,7 @@ What the expansion does, on the syntax tree:
   for i in unroll(n)      n copies of the body; i is a constant in each
   a = regs(n[, value])    n scalar variables; a[i] needs a constant i, a[lo:hi] and a alone stand for a tuple
   if CONSTANT             only the branch taken is kept (also for `x if CONSTANT else y`)
+  x if c else y; and; or  all parts are evaluated, without a branch
   table[CONSTANT]         an element of a tuple, list or dict of operations
   for i in range(...)     a counted int32 loop (Numba's range carries a 64-bit iterator)
   y = f(helper(a))        the body of an `@inline` function, in place (not inside conditions)
@@ -31,6 +32,7 @@ import numpy as np
 
 from dsuf.kernels.expand import Expander, Inline, free_names, function_tree, inline
 from dsuf.kernels.ptx.op import Op
+from dsuf.kernels.versions import separate
 
 __all__ = [
     "Cast", "Inline", "Kernel", "f32", "float32", "inline", "int32", "int64", "kernel", "regs", "s32", "s64", "u32",
@@ -61,6 +63,20 @@ class Cast:
 int32, uint32, int64, uint64, float32 = (Cast(n) for n in ("int32", "uint32", "int64", "uint64", "float32"))
 
 
+@dataclass(frozen=True)
+class Select:
+    """What `x if c else y` becomes where c is not constant: both sides are evaluated, so neither may have an effect."""
+
+    def __call__(self, condition: Any, yes: Any, no: Any) -> Any:
+        """Lane by lane on a CPU."""
+        if np.ndim(condition) == 0:
+            return yes if condition else no
+        return np.where(condition, yes, no)
+
+
+select = Select()
+
+
 def unroll(*bounds: int) -> range:
     """Bounds of a loop that is expanded; only meaningful inside a kernel."""
     return range(*bounds)
@@ -72,7 +88,9 @@ def regs(n: int, value: Any = None) -> list[Any]:
 
 
 # names that mean the same in every kernel and helper, whether its module imports them or not
-VOCABULARY: dict[str, Any] = {"unroll": unroll, "regs": regs, "int32": int32, "float32": float32}
+VOCABULARY: dict[str, Any] = {
+    "unroll": unroll, "regs": regs, "int32": int32, "float32": float32, "select": select,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +151,8 @@ def kernel(
         tree = function_tree(function)
         expander = Expander({**VOCABULARY, **free_names(function)})
         tree.body = expander.block(tree.body)
+        tree = ast.parse(ast.unparse(ast.fix_missing_locations(tree))).body[0]  # no node stands in two places
+        separate(tree.body, [argument.arg for argument in tree.args.args])
         parameters = tuple((a.arg, ast.unparse(a.annotation)) for a in tree.args.args if a.annotation)
         if len(parameters) != len(tree.args.args):
             raise SyntaxError(f"{function.__name__}: every kernel parameter needs its type (s64, s32, u32, f32)")

@@ -210,12 +210,13 @@ def make(
                 mean1 = ((high[0] + high[1]) + high[2] + high[3]) * 0.25
                 stg_u32(tapped + (row * d + column) * 2, bf16x2(mean1, mean0))
         # 24 products with fn, the squares of the streams, those of u: over the warp, then the block, then the cluster
+        held = int64(column if tid < PAIRS else 0)  # threads without a column hold zeros, and read somebody's weights
+        totals = regs(SUMS)
         for i in unroll(SUMS):
             s = 0.0
             if i < ROWS_OF_FN:
                 for j in unroll(4):
-                    # threads without a column hold zeros, and read somebody's weights
-                    f = ldw_u32x2(fn + (i * FLAT + j * d + (column if tid < PAIRS else 0)) * 4)
+                    f = ldw_u32x2(fn + (i * FLAT + j * d + held) * 4)
                     s = fma(as_float(f[0]), low[j], s)
                     s = fma(as_float(f[1]), high[j], s)
             if i == ROWS_OF_FN:
@@ -224,9 +225,10 @@ def make(
                     s = fma(high[j], high[j], s)
             if i == ROWS_OF_FN + 1:
                 s = fma(u1, u1, u0 * u0)
-            total = sum_over(s, WARP)
-            if lane == 0:
-                sts_f32(uint32(sm + AT_WARP + (warp * SUMS + i) * 4), total)
+            totals[i] = sum_over(s, WARP)
+        if lane == 0:
+            for i in unroll(SUMS):
+                sts_f32(uint32(sm + AT_WARP + (warp * SUMS + i) * 4), totals[i])
         sync_threads()
         if tid < SUMS:
             s = lds_f32(uint32(sm + AT_WARP + tid * 4))

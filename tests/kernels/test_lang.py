@@ -34,9 +34,9 @@ def test_unrolling_registers_and_static_branches():
     assert lines[1:] == [
         "    a_0 = float32(0.0)",
         "    a_1 = float32(0.0)",
-        "    a_0 = ue8m0__1(x)",
-        "    a_1 = ue8m0__2(x)",
-        "    a_0, a_1 = ue8m0__0((a_0, a_1))",
+        "    a_0__v2 = ue8m0__1(x)",
+        "    a_1__v2 = ue8m0__2(x)",
+        "    a_0__v3, a_1__v3 = ue8m0__0((a_0__v2, a_1__v2))",
     ]
     assert set(body.ops) == {"ue8m0__0", "ue8m0__1", "ue8m0__2"}
 
@@ -58,8 +58,8 @@ def test_helpers_are_expanded_in_place_and_may_write_the_callers_registers():
 
     text = body.text
     assert "accumulate1_base = ldg_f32(x)" in text
-    assert "a_1 = accumulate1_fma(accumulate1_base, float32(2.0), a_1)" in text
-    assert text.splitlines()[-2:] == ["    y = accumulate1_total", "    stg_f32(x, y)"]
+    assert "a_1__v2 = accumulate1_fma(accumulate1_base, float32(2.0), a_1)" in text
+    assert text.splitlines()[-2:] == ["    y = accumulate1_total__v3", "    stg_f32(x, y)"]
 
 
 def test_range_becomes_a_counted_int32_loop_and_floats_stay_float32():
@@ -70,9 +70,46 @@ def test_range_becomes_a_counted_int32_loop_and_floats_stay_float32():
         for i in range(int32(thread_index()), 9, 2):
             stg_f32(x, scale * 1.5 + float32(i))
 
-    assert "i = int32(int32(thread_index()))" in body.text
-    assert "while i < 9:" in body.text and "i = int32(i + 2)" in body.text
-    assert "float32(0.5) * float32(1.5)" in body.text
+    assert body.text.splitlines()[1:] == [
+        "    i = int32(int32(thread_index()))",
+        "    while i < 9:",
+        "        stg_f32(x, float32(0.5) * float32(1.5) + float32(i))",
+        "        i = int32(i + 2)",
+    ]
+
+
+def test_names_are_kept_only_where_branches_and_loops_carry_them():
+    @kernel(threads=32)
+    def body(x: s64) -> None:
+        a = ldg_f32(x)
+        a = a + 1.0
+        b = float32(0)
+        if thread_index() < 3:
+            c = a
+            c = c + a
+            b = c
+        for i in range(4):
+            d = b + float32(i)
+            d = d * a
+            b = d
+        stg_f32(x, b if thread_index() == 0 and thread_index() < 9 else a)
+
+    assert body.text.splitlines()[1:] == [
+        "    a = ldg_f32(x)",
+        "    a__v2 = a + float32(1.0)",
+        "    b = float32(0.0)",
+        "    if thread_index() < 3:",
+        "        c = a__v2",
+        "        c__v2 = c + a__v2",
+        "        b = c__v2",
+        "    i = int32(0)",
+        "    while i < 4:",
+        "        d = b + float32(i)",
+        "        d__v2 = d * a__v2",
+        "        b = d__v2",
+        "        i = int32(i + 1)",
+        "    stg_f32(x, select((thread_index() == 0) & (thread_index() < 9), b, a__v2))",
+    ]
 
 
 def make(n: int) -> Kernel:

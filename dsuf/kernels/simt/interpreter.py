@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dsuf.kernels.lang import Cast, Kernel
+from dsuf.kernels.lang import Cast, Kernel, Select
 from dsuf.kernels.ptx.op import Op
 from dsuf.kernels.simt.errors import KernelFault
 from dsuf.kernels.simt.lanes import WAIT, Lanes
@@ -126,10 +126,6 @@ class Unit:
             return tuple(self.value(part) for part in node.elts)
         if kind is ast.Compare:
             return COMPARE[type(node.ops[0])](self.value(node.left), self.value(node.comparators[0]))
-        if kind is ast.BoolOp:
-            return self.logic(node)
-        if kind is ast.IfExp:
-            return self.choose(node)
         if kind is ast.UnaryOp:
             held = self.value(node.operand)
             if isinstance(node.op, ast.USub):
@@ -137,32 +133,15 @@ class Unit:
             return ~held if isinstance(node.op, ast.Invert) else np.logical_not(held)
         raise KernelFault(f"not part of the kernel language: {ast.unparse(node)}")
 
-    def logic(self, node: ast.BoolOp) -> Any:
-        """and / or: short where uniform, lane by lane where not (both sides are evaluated, as side effects are)."""
-        both, result = isinstance(node.op, ast.And), self.value(node.values[0])
-        for part in node.values[1:]:
-            if np.ndim(result) == 0 and bool(result) != both:
-                return result
-            new = self.value(part)
-            result = np.logical_and(result, new) if both else np.logical_or(result, new)
-        return result
-
-    def choose(self, node: ast.IfExp) -> Any:
-        """x if c else y; the GPU may evaluate both sides, so neither may have an effect."""
-        condition = self.value(node.test)
-        if np.ndim(condition) == 0:
-            return self.value(node.body if condition else node.orelse)
-        return np.where(condition, self.value(node.body), self.value(node.orelse))
-
     def call(self, node: ast.Call) -> Any:
-        """A PTX operation, a cast, min or max."""
+        """A PTX operation, a cast, a selection, min or max."""
         name = node.func.id
         target = self.names.get(name)
         args = [self.value(a) for a in node.args]
         if isinstance(target, Op):
             return target.twin(self.lanes, *args) if target.wants_lanes else target.twin(*args)
-        if isinstance(target, Cast):
-            return target(args[0])
+        if isinstance(target, (Cast, Select)):
+            return target(*args)
         if name in ("min", "max"):
             return (np.minimum if name == "min" else np.maximum)(*args)
         raise KernelFault(f"not part of the kernel language: {ast.unparse(node)}")
