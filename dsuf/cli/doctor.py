@@ -59,7 +59,7 @@ def examine(environment: Environment) -> Iterator[Finding]:
     yield _cores()
     yield _blas(environment.blas_threads)
     yield _gpus()
-    yield _rdma()
+    yield from _rdma()
     for name in environment.unknown:
         yield Finding("note", f"{name} is set, and nothing reads it", "unset it, or check the spelling")
 
@@ -161,8 +161,11 @@ def _gpus() -> Finding:
     return Finding("note", f"{names}; driver for CUDA {found.driver}", "this build has no GPU backend, the CPU is used")
 
 
-def _rdma() -> Finding:
-    devices = machine.rdma_devices()
-    if devices:
-        return Finding("ok", f"RDMA devices {', '.join(devices)}; this build does not use them")
-    return Finding("ok", "no RDMA device; nothing in this build needs one")
+def _rdma() -> Iterator[Finding]:
+    try:
+        from dsuf.kv.transport import rdma
+    except ModuleNotFoundError as error:
+        yield Finding("note", f"RDMA was not looked at: {error}", "install the packages that are missing")
+        return
+    for fact in rdma.describe():
+        yield Finding("note" if fact.fix else "ok", fact.text, fact.fix)

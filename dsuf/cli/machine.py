@@ -93,12 +93,6 @@ def find_gpus() -> Gpus:
     return Gpus(tuple(found), driver=f"{version // 1000}.{version % 1000 // 10}", problem=problem)
 
 
-def rdma_devices() -> tuple[str, ...]:
-    """Names of the RDMA devices that the kernel shows, such as mlx5_0."""
-    folder = Path("/sys/class/infiniband")
-    return tuple(sorted(entry.name for entry in folder.iterdir())) if folder.is_dir() else ()
-
-
 def git_commit(folder: Path) -> str | None:
     """The commit of the checkout that holds `folder`, or None for an installed copy."""
     if not (folder / ".git").exists():
