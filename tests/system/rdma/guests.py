@@ -121,7 +121,7 @@ def _check_programs() -> None:
     if shutil.which("rdma", path=os.environ["PATH"] + ":/usr/sbin:/sbin") is None:
         missing.append("rdma")
     try:
-        import pyverbs  # noqa: F401
+        import pyverbs.device  # noqa: F401
     except ImportError:
         missing.append("pyverbs in this Python")
     if missing:
