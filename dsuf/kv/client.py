@@ -39,6 +39,7 @@ class EngineClient:
 
     def __init__(self, socket_path: Path) -> None:
         self.memory: np.ndarray | None = None
+        self.view: memoryview | None = None  # the same bytes
         self.geometry: m.Geometry | None = None
         self._path = socket_path
         self._numbers = itertools.count(1)
@@ -46,6 +47,7 @@ class EngineClient:
         self._lock, self._sending = threading.Lock(), threading.Lock()
         self._connection: wire.Connection | None = None
         self._tried_s = float("-inf")
+        self._answered = threading.Event()
 
     @property
     def connected(self) -> bool:
@@ -89,6 +91,11 @@ class EngineClient:
         if connection is not None:
             self._send(connection, message)
 
+    def wait(self, seconds: float) -> None:
+        """Until an answer comes, or so long."""
+        self._answered.wait(seconds)
+        self._answered.clear()
+
     def slots(self, numbers: bytes) -> np.ndarray:
         """uint8 [n, slot_bytes]: a copy of these slots, in order."""
         return self.pages()[np.frombuffer(numbers, "<u4")]
@@ -109,7 +116,8 @@ class EngineClient:
             geometry = connection.receive()
             if not isinstance(geometry, m.Geometry):
                 raise wire.WireError("the kv agent hung up at once.")
-            self.memory = np.frombuffer(_map_arena(memory_socket(self._path), geometry.nbytes), np.uint8)
+            self.view = memoryview(_map_arena(memory_socket(self._path), geometry.nbytes))
+            self.memory = np.frombuffer(self.view, np.uint8)
         except BaseException:
             connection.close()
             raise
@@ -143,6 +151,7 @@ class EngineClient:
                     future = self._waiting.pop(message.id, None)
                 if future is not None and future.set_running_or_notify_cancel():
                     future.set_result(message)
+                self._answered.set()
         self._lost(connection)
 
     def _lost(self, connection: wire.Connection | None) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import xxhash
 
 from dsuf.kv import messages as m
 from dsuf.kv.directory import Directory
@@ -102,7 +103,8 @@ class Desk:
         entry, visit.reader = visit.lease.entry, reader
         self.outcomes[visit.source] += 1
         slots = entry.slots.astype("<u4").tobytes()
-        return m.Claimed(ask.id, entry.id, entry.tokens, visit.source, len(entry.pages), slots)
+        proof = xxhash.xxh3_128_digest(ids_bytes(self.store.ids(entry)))
+        return m.Claimed(ask.id, entry.id, entry.tokens, visit.source, len(entry.pages), slots, proof)
 
     def release(self, request: str) -> bool:
         """The bytes were copied out; whether they stood still until now."""

@@ -56,6 +56,7 @@ class Claimed(msgspec.Struct, frozen=True, tag="claimed"):
     source: Source
     pages: int
     slots: bytes
+    proof: bytes  # xxh3-128 of the entry's ids, for a check against the prompt's
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):

@@ -1,0 +1,172 @@
+"""Two engines, each with an agent of the cache tier: a conversation moves between them and goes on as if it had not."""
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import random
+
+import pytest
+
+from dsuf.engine.engine import open_engine
+from dsuf.engine.kv_tier import FOUND, NONE, connect_tier
+from dsuf.engine.messages import Admitted, Finished, Request, Sampling, Tokens
+from dsuf.engine.options import EngineOptions
+from dsuf.kv import messages as m
+from dsuf.kv.agent import AgentOptions
+from dsuf.kv.client import WebClient
+from dsuf.kv.names import ids_array
+from dsuf.kv.process import AgentThread
+from dsuf.layout import PageLayout, SnapshotLayout
+from dsuf.model.checkpoint import Checkpoint
+from dsuf.model.synthetic import write_checkpoint
+from tests.model.micro import micro_config
+
+GREEDY = Sampling(temperature=0)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("micro") / "ckpt"
+    write_checkpoint(micro_config(), folder)
+    return folder
+
+
+class Server:
+    """An agent, an engine, and a web process that knows texts by their names."""
+
+    def __init__(self, folder, name, checkpoint, prefill, paths):
+        runtime = folder / "run"
+        runtime.mkdir(mode=0o700, exist_ok=True)
+        with Checkpoint.open(checkpoint) as opened:
+            spec = opened.spec
+        page, snapshot = PageLayout.of(spec).page_bytes, SnapshotLayout.of(spec).snapshot_bytes
+        self.socket = folder / f"{name}.sock"
+        self.agent = AgentThread(
+            AgentOptions(
+                32 << 20, page, snapshot, f"micro {prefill}".encode().ljust(32), runtime, self.socket, paths=paths
+            )
+        )
+        self.agent.start()
+        options = EngineOptions(checkpoint, prefill=prefill, max_sequences=4)
+        self.engine = open_engine(options, tier=functools.partial(connect_tier, self.socket))
+
+    def close(self):
+        self.engine._saver.tier._client.close()
+        self.agent.stop()
+
+    def turn(self, request_id, ids, known, reply, end, **fields):
+        """One request: look `known` texts up, run, name the end of the reply. (Admitted, emitted, Finished)."""
+        return asyncio.run(self._turn(request_id, ids, known, reply, end, fields))
+
+    async def _turn(self, request_id, ids, known, reply, end, fields):
+        web = WebClient(self.socket)
+        found = await web.lookup(request_id, "", segments=[text(name) for name in known])
+        lease = NONE
+        if isinstance(found, m.Found):
+            lease = FOUND
+            assert ids_array(found.ids).tolist() == ids[: len(found.ids) // 4]
+        request = Request(request_id, ids, reply, GREEDY, lease=lease, **fields)
+        events = await asyncio.to_thread(lambda: run(self.engine, request))
+        admitted = next(event for event in events if isinstance(event, Admitted))
+        emitted = [token for event in events if isinstance(event, Tokens) for token in event.ids]
+        boundary = len(ids) + len(emitted)
+        assert await web.alias(request_id, text(end), boundary, (ids + emitted)[-4:])
+        await web.tell(m.Forget(request_id))
+        await web.close()
+        return admitted, emitted, events[-1]
+
+
+def run(engine, request):
+    engine.submit(request)
+    events = []
+    while not engine.idle:
+        events += engine.step()
+    assert isinstance(events[-1], Finished) and events[-1].reason != "error"
+    return events
+
+
+def text(name):
+    return hashlib.sha256(name.encode()).digest()
+
+
+def tokens(count, seed):
+    chance = random.Random(seed)
+    return [chance.randrange(4, 64) for _ in range(count)]
+
+
+@contextlib.contextmanager
+def servers(folder, checkpoint, prefill="truncated", paths=("shm", "tcp"), names="ab"):
+    made = [Server(folder, name, checkpoint, prefill, paths) for name in names]
+    try:
+        yield made
+    finally:
+        for server in made:
+            server.close()
+
+
+@pytest.mark.parametrize("path", ["shm", "tcp"])
+@pytest.mark.parametrize("prefill", ["truncated", "exact"])
+def test_a_conversation_moves_and_goes_on_as_if_it_had_stayed(tmp_path, checkpoint, prefill, path):
+    with servers(tmp_path, checkpoint, prefill, (path,)) as (a, b):
+        prompt = tokens(137, 1)
+        admitted, reply, _ = a.turn("1", prompt, [], 21, "end 1")
+        assert (admitted.cached_tokens, admitted.source) == (0, "none")
+        following = [*prompt, *reply, *tokens(30, 2)]
+        there, moved, there_end = b.turn("2", following, ["end 1"], 24, "end 2")
+        assert there.source == "remote" and there.cached_tokens >= len(prompt) + len(reply) - 3
+        here, stayed, here_end = a.turn("3", following, ["end 1"], 24, "end 3")
+        assert (here.source, here.cached_tokens) == ("local", there.cached_tokens)
+        assert moved == stayed
+        assert there_end.stats.accepted_histogram == here_end.stats.accepted_histogram
+        if prefill == "exact":
+            with servers(tmp_path / "..", checkpoint, prefill, names="c") as (c,):
+                cold, computed, end = c.turn("4", following, [], 24, "end 4")
+                assert cold.cached_tokens == 0 and computed == moved
+                assert end.stats.accepted_histogram == there_end.stats.accepted_histogram
+
+
+def test_an_answer_asked_for_again_starts_at_the_end_of_its_prompt(tmp_path, checkpoint):
+    with servers(tmp_path, checkpoint) as (a, b):
+        prompt = tokens(200, 3)
+        _, first, _ = a.turn("1", prompt, [], 10, "end", segments=[(199, text("p-1")), (200, text("p"))])
+        for name, length in (("p", 200), ("p-1", 199)):
+            admitted, again, _ = b.turn(f"again {name}", [*prompt[:length], *prompt[length:]], [name], 10, f"e {name}")
+            assert admitted.cached_tokens >= len(prompt) - 2
+            assert again == first
+
+
+def test_long_prompts_are_found_inside_by_ids_alone(tmp_path, checkpoint):
+    with servers(tmp_path, checkpoint) as (a, b):
+        prompt = tokens(300, 4)
+        run(a.engine, Request("1", prompt, 2, GREEDY))
+        events = run(b.engine, Request("2", prompt, 2, GREEDY))
+        assert events[0].cached_tokens == 298 and events[0].source == "remote"
+        assert run(b.engine, Request("3", [*prompt[:290], 5], 2, GREEDY))[0].cached_tokens == 0
+
+
+def test_a_claim_that_does_not_belong_to_the_prompt_is_no_hit(tmp_path, checkpoint):
+    with servers(tmp_path, checkpoint, names="a") as (a,):
+        prompt = tokens(150, 5)
+        a.turn("1", prompt, [], 4, "end")
+
+        async def wrong():
+            web = WebClient(a.socket)
+            assert isinstance(await web.lookup("2", "", segments=[text("end")]), m.Found)
+            events = await asyncio.to_thread(
+                lambda: run(a.engine, Request("2", tokens(200, 6), 4, GREEDY, lease=FOUND))
+            )
+            assert events[0].cached_tokens == 0
+            await web.close()
+
+        asyncio.run(wrong())
+
+
+def test_an_agent_that_is_gone_costs_hits_only(tmp_path, checkpoint):
+    with servers(tmp_path, checkpoint, names="a") as (a,):
+        prompt = tokens(150, 7)
+        _, first, _ = a.turn("1", prompt, [], 8, "end")
+        a.agent.stop()
+        events = run(a.engine, Request("2", prompt, 8, GREEDY))
+        assert events[0].source == "none"
+        assert [token for event in events if isinstance(event, Tokens) for token in event.ids] == first
