@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from dsuf.server.problems import HttpProblem, Style, as_problem, envelope
 
 _PREFIXES = ("anthropic", "beta", "v1")  # in this order; any of them or none
-_OPEN_PATHS = frozenset(("/livez", "/readyz", "/health", "/metrics"))  # load balancers and scrapers have no key
+_OPEN_PATHS = frozenset(("/livez", "/readyz", "/health", "/metrics", "/demo"))  # who asks for these has no key
 _CLEAN_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 
 

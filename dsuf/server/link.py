@@ -57,6 +57,7 @@ class Call:
     def __init__(self, link: EngineLink, request_id: str, on_tokens: Callable[[Tokens], None]) -> None:
         self.id = request_id
         self.finished: Finished | None = None  # set as soon as it has arrived, read or not
+        self.steps = 0  # that have emitted tokens, the one that ends prefill included
         self.direct: Callable[[Tokens], bool] | None = None
         self._link, self._on_tokens = link, on_tokens
         self._events: deque[CallEvent] = deque()
@@ -70,6 +71,7 @@ class Call:
     def put(self, event: CallEvent) -> None:
         """Take an event from the pipe."""
         if type(event) is Tokens:
+            self.steps += 1
             self._on_tokens(event)
             waiter = self._waiter
             if waiter is not None and not waiter.done() and self.direct is not None and self.direct(event):

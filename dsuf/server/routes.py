@@ -11,6 +11,7 @@ from starlette.routing import Route
 
 from dsuf import __version__
 from dsuf.server.calls import count_tokens, detokenize_ids, endpoint, tokenize_text
+from dsuf.server.demo.page import demo
 from dsuf.server.metrics import CONTENT_TYPE
 from dsuf.server.problems import HttpProblem
 from dsuf.server.service import Service
@@ -27,6 +28,7 @@ def routes() -> list[Route]:
         Route("/messages/count_tokens", count_tokens, methods=["POST"]),
         Route("/tokenize", tokenize_text, methods=["POST"]),
         Route("/detokenize", detokenize_ids, methods=["POST"]),
+        Route("/demo", demo, methods=["GET"]),
         Route("/models", list_models, methods=["GET"]),
         Route("/models/{name:path}", show_model, methods=["GET"]),
         Route("/livez", livez, methods=["GET"]),

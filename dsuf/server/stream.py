@@ -32,6 +32,7 @@ from dsuf.text.protocols import COMPLETIONS, MESSAGES, Protocol
 CLIENT_CLOSED = 499  # never sent; what the log says of a client that went away
 _COMMENT = b": keep-alive\n\n"
 _EMPTY_LINE = b"\n"  # white space before a JSON body
+_HEARD_S = 0.05  # before a line is dropped: browsers throw away what they have not read by then
 _SETTLE_S = 2.0  # the engine has this long to say what a cancelled request cost
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -58,6 +59,7 @@ class Exchange:
         self._reply: AnyReply | None = None
         self._deadline: asyncio.TimerHandle | None = None  # of the wait for prefill
         self.protocol: Protocol | None = None  # once the prompt is there
+        self._include_steps = False
 
     def enter(self) -> None:
         """Take a place. Raises HttpProblem 429 or 503 when there is none."""
@@ -69,6 +71,7 @@ class Exchange:
         self._record.prompt(prompt)
         self._slot.queue(len(prompt.ids))
         self.protocol = prompt.protocol
+        self._include_steps = prompt.include_steps
         kind = CompletionReply if prompt.protocol is COMPLETIONS else Reply
         self._reply = kind(self.service.text, prompt, reply_id)
         self.call = self.service.link.submit(prompt.request(reply_id), self._record.tokens)
@@ -83,15 +86,21 @@ class Exchange:
     def take(self, event: CallEvent) -> list[Event]:
         """The protocol's events for one of the engine's. Raises a DsufError when the engine failed."""
         if type(event) is Tokens:
-            return self._reply.tokens(event)
+            return self._with_steps(self._reply.tokens(event))
         if isinstance(event, Admitted):
             self._deadline.cancel()
             self._slot.started()
             self._record.admitted(event)
             return self._reply.ready(event)
         if isinstance(event, Finished) and event.reason in ("stop", "length"):
-            return self._reply.finish(event.reason)
+            return self._with_steps(self._reply.finish(event.reason))
         raise _failure(event)
+
+    def _with_steps(self, events: list[Event]) -> list[Event]:
+        """Where the client asks for it, events with the counts so far: what has arrived has been read by now."""
+        if not self._include_steps:
+            return events
+        return [one.with_steps(self.call.steps - 1, self._reply.completion_tokens) for one in events]
 
     def body(self) -> bytes:
         """The whole answer, after the last event, where it is not streamed."""
@@ -206,6 +215,7 @@ class _Answer(Response):
         try:
             async with asyncio.timeout(_LAST_WORDS_S):
                 await self._send({"type": "http.response.body", "body": body, "more_body": True})
+                await asyncio.sleep(_HEARD_S)
         except TimeoutError:
             self._connection.cut_off()
 

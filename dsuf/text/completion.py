@@ -77,6 +77,7 @@ def completion(text: ChatText, body: bytes | dict[str, Any]) -> Prompt:
         ids=ids,
         stream=bool(asked.stream),
         include_usage=asked.include_usage,
+        include_steps=asked.include_steps,
         max_tokens=min(limit, room),
         sampling=_sampling(text, asked),
         eos_id=text.vocabulary.eos_id,

@@ -20,6 +20,10 @@ class Event(NamedTuple):
         """The event on the wire."""
         return f"data: {self.data}\n\n" if self.name is None else f"event: {self.name}\ndata: {self.data}\n\n"
 
+    def with_steps(self, decode: int, tokens: int) -> Event:
+        """The event with decode steps and tokens so far beside what it carries."""
+        return self._replace(data=f'{self.data[:-1]},"steps":{{"decode":{decode},"tokens":{tokens}}}}}')
+
 
 class StopText:
     """Text up to the stop string that is complete first, given out as soon as it cannot be the beginning of one."""

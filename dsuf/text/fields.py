@@ -43,6 +43,11 @@ class Extensions(msgspec.Struct):
         """Whether a stream ends with a chunk that carries only the usage."""
         return bool((self.stream_options or {}).get("include_usage"))
 
+    @property
+    def include_steps(self) -> bool:
+        """Whether the chunks of a stream say how many tokens and decode steps there were so far: an extension."""
+        return bool((self.stream_options or {}).get("include_steps"))
+
 
 def decode(body: bytes | dict[str, Any]) -> dict[str, Any]:
     """The body as an object. Raises PromptError for what is none."""

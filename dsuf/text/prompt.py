@@ -59,6 +59,7 @@ class Prompt:
     ids: list[int]
     stream: bool
     include_usage: bool
+    include_steps: bool
     max_tokens: int
     sampling: Sampling
     eos_id: int
@@ -183,6 +184,7 @@ class ChatText:
             ids=ids,
             stream=converted.stream,
             include_usage=extensions.include_usage,
+            include_steps=extensions.include_steps and protocol is CHAT,
             max_tokens=max_tokens,
             sampling=self._sampling(converted, extensions),
             eos_id=self.vocabulary.eos_id,

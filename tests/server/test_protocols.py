@@ -320,3 +320,17 @@ def test_models_are_told_in_both_protocols_words(server):
     listed = httpx.get(server.url + "/anthropic/v1/models").json()
     assert listed["has_more"] is False and listed["first_id"] == listed["data"][0]["id"]
     assert listed["data"][0]["type"] == "model" and listed["data"][0]["display_name"]
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/completions"])
+def test_chunks_tell_steps_and_tokens_so_far_when_asked(server, path):
+    body = {**BODIES[path], "stream": True, "stream_options": {"include_steps": True}}
+    chunks = [json.loads(item) for _, item in events(post(server, path, body).text)[:-1]]
+    steps = [chunk["steps"] for chunk in chunks if "steps" in chunk]
+    assert steps == sorted(steps, key=lambda step: (step["decode"], step["tokens"]))
+    assert steps[-1]["tokens"] == len(encode(TEXT))
+    assert steps[-1]["decode"] == len(in_steps(encode(TEXT)))  # all but the first, and the one of the EOS
+    assert not any(
+        "steps" in json.loads(item)
+        for _, item in events(post(server, path, {**BODIES[path], "stream": True}).text)[:-1]
+    )

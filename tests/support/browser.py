@@ -76,6 +76,10 @@ class Browser:
         """Load a page given as text into a new tab and wait until its scripts ran."""
         path = self._profile / "page.html"
         path.write_text(html, encoding="utf-8")
+        self.visit(path.as_uri())
+
+    def visit(self, url: str) -> None:
+        """Load an address into a new tab and wait until its scripts ran."""
         self._session = self._context = None
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -83,8 +87,8 @@ class Browser:
             self._call(f"{domain}.enable")
         self._call("Emulation.setDeviceMetricsOverride", **self._size)
         self._contexts, self.errors = [], []
-        self._call("Page.navigate", url=path.as_uri())
-        ready = f"location.href === {json.dumps(path.as_uri())} && document.readyState"
+        self._call("Page.navigate", url=url)
+        ready = f"location.href === {json.dumps(url)} && document.readyState"
         self.wait(lambda: self.evaluate(ready) == "complete")
 
     def enter_frame(self) -> None:
@@ -93,12 +97,16 @@ class Browser:
         self._context = self._contexts[1]
 
     def evaluate(self, expression: str) -> Any:
-        """Value of a JavaScript expression."""
+        """Value of a JavaScript expression, a promise's once it is kept."""
         where = {} if self._context is None else {"contextId": self._context}
-        result = self._call("Runtime.evaluate", expression=expression, returnByValue=True, **where)
+        result = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True, **where)
         if "exceptionDetails" in result:
             raise AssertionError(f"{expression} failed: {result['exceptionDetails']}")
         return result["result"].get("value")
+
+    def leave_frame(self) -> None:
+        """From now on evaluate in the page itself again."""
+        self._context = None
 
     def stop_clock(self) -> None:
         """Timers of the page run only in `advance`, so that nothing moves between two looks."""
