@@ -85,6 +85,16 @@ class Checkpoint:
         storage = np.dtype(STORAGE[info.dtype])
         return np.frombuffer(shard.data, storage, info.nbytes // storage.itemsize, offset).reshape(info.shape)
 
+    def headers(self) -> list[tuple[str, bytes]]:
+        """Name of every shard and its header as stored, by name."""
+        shards = {shard.name: shard for shard, _ in self._places.values()}
+        return [(name, shards[name].data[: shards[name].start]) for name in sorted(shards)]
+
+    def beginning(self, name: str, nbytes: int) -> bytes:
+        """The first `nbytes` of one tensor as stored. Raises KeyError for a name outside the inventory."""
+        shard, offset = self._places[name]
+        return shard.data[offset : offset + min(nbytes, self._tensors[name].nbytes)]
+
     def class_map(self) -> np.ndarray | None:
         """Engram class of every token id, int32 [vocab]; None where the folder has no engram_token_map.json."""
         return self._class_map
