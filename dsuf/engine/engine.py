@@ -68,6 +68,7 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
         self._events: list[Event] = []  # said between turns (cancels); go out with the next one
         self._rows = 0
+        self._chunk_until: float | None = None  # end of a chunk that has time left
 
     @property
     def idle(self) -> bool:
@@ -108,14 +109,11 @@ class Engine:
     def step(self) -> list[Event]:
         """One turn of the wheel; [] when idle. What a backend raises goes through: `abort` then ends what runs."""
         self._settle()
-        turn = self._scheduler.plan()
-        for sequence in turn.park:
-            self._parking.park(sequence)
-        for sequence in turn.resume:
-            self._parking.resume(sequence)
-        if turn.decode:
-            self.backend.enqueue(turn.decode)
-        if self._prefill() or turn.decode:
+        worked = self._chunk_until is not None and self._prefill()
+        if not worked:
+            worked = self._decode()
+            worked = self._prefill() or worked
+        if worked:
             self._publish(self.backend.poll())
         elif not self._events and (self._gate.holds or self._copying):
             self._gate.wait()
@@ -188,23 +186,40 @@ class Engine:
 
     # ---- prompts
 
+    def _decode(self) -> bool:
+        """Make room, then one step. Whether anybody was in it."""
+        turn = self._scheduler.plan()
+        for sequence in turn.park:
+            self._parking.park(sequence)
+        for sequence in turn.resume:
+            self._parking.resume(sequence)
+        if turn.decode:
+            self.backend.enqueue(turn.decode)
+        return bool(turn.decode)
+
     def _prefill(self) -> bool:
-        """One chunk: prompts in the scheduler's order until the budget is used up. Whether there was any."""
-        deadline, worked = self._clock() + self.options.prefill_budget_s, False
+        """One chunk: prompts in the scheduler's order until the budget is used up. Whether there was any.
+
+        A prompt that is complete ends the turn, so that its first token goes out; the next turn uses what is left.
+        """
+        until, worked = self._chunk_until, False
+        until = self._clock() + self.options.prefill_budget_s if until is None else until
+        self._chunk_until = None
         while (sequence := self._scheduler.next_prompt(start := self._clock())) is not None:
             if not sequence.admitted:
                 self._admit(sequence)
             before, short = sequence.prefilled, self._scheduler.is_short(sequence)
             every = self.options.resume_every
             rows = min(sequence.prompt_left, every - before % every)
-            done = self.backend.prefill(sequence, rows, max(deadline - start, 0.0))
+            done = self.backend.prefill(sequence, rows, max(until - start, 0.0))
             worked, now, got = True, self._clock(), sequence.prefilled - before
             self._scheduler.spent(sequence, got, now - start, short=short)
             if done:
                 self._scheduler.prefilled(sequence)
             if self._saver is not None:
                 self._saver.prefilled(sequence, got, now - start, done=done)
-            if now >= deadline or (not done and got < rows):
+            if done or now >= until or got < rows:
+                self._chunk_until = until if done and now < until else None
                 break
         return worked
 

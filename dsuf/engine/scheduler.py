@@ -6,8 +6,9 @@ and however many there are.
 
 **Prefill.** A prompt is short when what is left of it fits in one chunk, as fast as prefill has been lately (a prompt
 whose beginning was restored counts with the rest). Short prompts go first, by priority and then by arrival, until they
-are one chunk's time ahead of the long ones; then both get the same time. Long prompts take turns between the one that
-has least left and the oldest one; at most two are open at once. So
+are one chunk's time ahead of the long ones; then both get the same time, but for those with a priority, which do not
+wait for that: the server gives it to tiny requests only, titles and the like. Long prompts take turns between the one
+that has least left and the oldest one; at most two are open at once. So
 - a short prompt has its first token after the chunk under way and its own, unless other short ones came before it;
 - a prompt of any length costs a short one nothing else: not its length, not its place in the queue;
 - short prompts take at most half of the prefill time while a long one waits, and other long ones half of the rest: a
@@ -147,8 +148,10 @@ class Scheduler:
         longs = [s for s in candidates if not self.is_short(s)]
         if sum(s.phase is Phase.PREFILL for s in longs) >= OPEN_LONG_PROMPTS:
             longs = [s for s in longs if s.phase is Phase.PREFILL]
-        if shorts and (not longs or self._short_ahead_s < self._budget_s):
-            return min(shorts, key=lambda s: (-s.request.priority, s.arrival))
+        if shorts:
+            first = min(shorts, key=lambda s: (-s.request.priority, s.arrival))
+            if not longs or self._short_ahead_s < self._budget_s or first.request.priority:
+                return first
         if not longs:
             return None
         oldest = min(longs, key=lambda s: s.arrival)

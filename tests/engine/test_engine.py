@@ -68,9 +68,23 @@ def test_running_streams_get_a_step_between_the_chunks_of_a_long_prompt():
     engine = scripted_engine(backend)
     engine.submit(Request("stream", [5], 100))
     engine.step()
+    engine.step()  # what its own chunk left over is no time for another prompt any more
     engine.submit(Request("long", [6] * 40, 1))
     gaps = [sum(isinstance(event, Tokens) and event.id == "stream" for event in engine.step()) for _ in range(10)]
     assert backend.chunks.count("long") == 10 and gaps == [1] * 10
+
+
+def test_a_complete_prompt_says_its_first_token_before_others_use_up_the_chunk():
+    clock = VirtualClock()
+    backend = ScriptedBackend(chunk=4, chunk_s=1.0, step_s=0.25, sleep=clock.sleep)
+    engine = scripted_engine(backend, clock, prefill_budget_s=3.5)
+    engine.submit(Request("stream", [5] * 4, 100))
+    engine.step()
+    engine.submit(Request("short", [6] * 4, 1))
+    engine.submit(Request("long", [7] * 400, 1))
+    assert [event.id for event in engine.step() if isinstance(event, Tokens)] == ["short"] and clock.now == 2.0
+    assert engine.step()[0] == Admitted("long", 400) and (clock.now, backend.batches) == (3.0, [])
+    assert [event.id for event in engine.step() if isinstance(event, Tokens)] == ["stream"]
 
 
 @pytest.mark.parametrize("steps_before", [0, 1, 2, 5])

@@ -1,0 +1,242 @@
+"""The mixes in virtual time, with the costs of an H200: prompts a thousand times longer beside running streams."""
+
+import dataclasses
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsuf.engine.messages import Request
+from dsuf.engine.options import EngineOptions
+from dsuf.engine.scheduler import PATIENCE_S, Scheduler
+from dsuf.engine.simulator import Costs, run, simulated_engine
+
+COSTS = Costs()
+BUDGET_S, PASS_ROWS = 0.05, 1024
+CHUNK_S = BUDGET_S + COSTS.pass_s(PASS_ROWS, 0)  # no pass starts after the budget is used up
+SHORT, LONG = 100, 100_000
+
+
+def engine_of(scheduler=None, accept=2.5, **options):
+    settings = dict(prefill_chunk=PASS_ROWS, prefill_budget_s=BUDGET_S, max_sequences=16) | options
+    engine = simulated_engine(EngineOptions(ckpt=Path("simulated"), **settings), COSTS, accept=accept)
+    if scheduler is not None:
+        engine._scheduler.__class__ = scheduler
+    return engine
+
+
+def streams(count, tokens=100_000, at=0.0, **fields):
+    return [(at, Request(f"stream{i}", [1] * SHORT, tokens, **fields)) for i in range(count)]
+
+
+def percentile(values, share):
+    return sorted(values)[min(int(len(values) * share), len(values) - 1)]
+
+
+def gaps_between(course, start, end):
+    times = [time for time, _ in course.tokens if start <= time <= end]
+    return [after - before for before, after in itertools.pairwise(times)]
+
+
+class FirstCome(Scheduler):
+    """Prompts strictly in the order of arrival, one after the other."""
+
+    def _choose(self, now, refused):
+        candidates = [*self._prefilling.values(), *self._startable(now, refused)]
+        return candidates[0] if candidates else None
+
+
+class PromptsFirst(FirstCome):
+    """The same, and nobody decodes while a prompt can be worked on."""
+
+    def _decode(self, stalled):
+        busy = self._prefilling or (self._waiting and self.running < self.max_sequences)
+        return [] if busy else super()._decode(stalled)
+
+
+def test_the_costs_are_those_of_the_reference():
+    """model.md 13.1: a step of 1 and of 6 rows of h200x1 reads 12.93 and 32.51 GB; 13.2: prefill is compute bound."""
+    rate = COSTS.read_bytes_per_s
+    assert COSTS.step_s(1, False) * rate == pytest.approx(12.93e9, rel=0.01)
+    assert COSTS.step_s(6, True) * rate == pytest.approx(32.51e9 + 2.93e9, rel=0.01)
+    assert COSTS.pass_s(1, 0) * rate == pytest.approx(51.9e9)
+    assert COSTS.pass_s(4096, 8192) == pytest.approx(4096 * 17.45e9 / 600e12, rel=0.01)
+
+
+class TestRunningStreams:
+    @pytest.mark.parametrize("count", [1, 4, 8])
+    def test_their_gaps_stay_within_three_idle_gaps_and_a_chunk_under_back_to_back_long_prompts(self, count):
+        arrivals = streams(count) + [(2.0, Request(f"long{i}", [1] * LONG, 1)) for i in range(8)]
+        courses = run(engine_of(), arrivals, until_s=60)
+        busy = (2.2, courses["long7"].ended_s)
+        for i in range(count):
+            idle = percentile(gaps_between(courses[f"stream{i}"], 1.0, 2.0), 0.99)
+            gaps = gaps_between(courses[f"stream{i}"], *busy)
+            assert len(gaps) > 200
+            assert percentile(gaps, 0.99) <= 3 * idle + CHUNK_S and max(gaps) <= 3 * idle + CHUNK_S
+            assert percentile(gaps, 0.5) > 3 * idle, "or there was no load"
+
+    def test_a_prompt_of_a_million_tokens_costs_them_a_chunk_a_step_and_no_more(self):
+        arrivals = [*streams(4), (1.0, Request("million", [1] * 1_000_000, 1))]
+        courses = run(engine_of(), arrivals, until_s=60)
+        last_pass = COSTS.pass_s(PASS_ROWS, 1_000_000)
+        gaps = gaps_between(courses["stream0"], 1.0, courses["million"].ended_s)
+        assert max(gaps) <= COSTS.step_s(24, True) + BUDGET_S + last_pass
+
+    def test_more_streams_than_a_step_has_rows_for_share_the_steps_evenly(self):
+        courses = run(engine_of(max_sequences=64), streams(30), until_s=20)
+        step = COSTS.step_s(48, True)
+        counts = []
+        for course in courses.values():
+            gaps = gaps_between(course, 10, 20)
+            assert max(gaps) <= 4.01 * step  # 30 x 6 rows in steps of 48
+            counts.append(len(gaps))
+        assert max(counts) - min(counts) <= 2
+
+
+class TestShortPrompts:
+    @pytest.mark.parametrize("ahead", [1, 5, 40])
+    def test_one_behind_long_ones_has_its_first_token_within_two_chunks(self, ahead):
+        for delay in [1.0 + i * 0.031 for i in range(6)]:
+            arrivals = [(0.0, Request(f"long{i}", [1] * LONG, 1)) for i in range(ahead)]
+            courses = run(engine_of(), [*arrivals, (delay, Request("short", [1] * SHORT, 1))], until_s=3)
+            assert courses["short"].first_s <= 2 * CHUNK_S
+
+    def test_so_it_is_beside_running_streams_with_a_step_more_for_each_chunk(self):
+        shorts = [(2.0 + 0.487 * i, Request(f"short{i}", [1] * SHORT, 1)) for i in range(20)]
+        arrivals = streams(4) + [(1.0, Request(f"long{i}", [1] * LONG, 1)) for i in range(5)] + shorts
+        courses = run(engine_of(), arrivals, until_s=13)
+        for _, request in shorts:
+            assert courses[request.id].first_s <= 2 * (CHUNK_S + COSTS.step_s(30, True))
+
+    def test_a_hundred_at_once_keep_their_order_and_take_half_of_the_time(self):
+        shorts = [(1.0, Request(f"short{i}", [1] * SHORT, 1)) for i in range(100)]
+        courses = run(engine_of(max_sequences=64), [(0.0, Request("long", [1] * LONG, 1)), *shorts])
+        firsts = [courses[f"short{i}"].tokens[0][0] for i in range(100)]
+        assert firsts == sorted(firsts)
+        assert firsts[-1] - 1.0 <= 2 * 100 * COSTS.pass_s(SHORT, 0) + 2 * CHUNK_S
+
+    def test_tiny_requests_with_priority_pass_a_queue_of_short_ones(self):
+        shorts = [(1.0, Request(f"short{i}", [1] * 1000, 5)) for i in range(60)]
+        titles = [(1.2 + i / 10, Request(f"title{i}", [1] * 50, 5, priority=5)) for i in range(5)]
+        long = [(0.0, Request("long", [1] * LONG, 1))]
+        courses = run(engine_of(max_sequences=80), [*long, *shorts, *titles])
+        for i in range(5):
+            assert courses[f"title{i}"].first_s <= CHUNK_S + COSTS.pass_s(50, 0) + 2 * COSTS.step_s(48, True)
+        assert max(courses[f"short{i}"].first_s for i in range(60)) > 3
+
+
+class TestLongPrompts:
+    def test_sustained_short_ones_take_half_of_the_prefill_time_at_most(self):
+        """Offered 1.5 times what there is: one pass of a short prompt every 9 ms, each 13.5 ms long."""
+        alone = run(engine_of(), [(0.0, Request("long", [1] * 50_000, 1))])["long"].ended_s
+        shorts = [(i * 0.009, Request(f"short{i}", [1] * SHORT, 1)) for i in range(700)]
+        long = run(engine_of(), [(0.0, Request("long", [1] * 50_000, 1)), *shorts], until_s=6)["long"]
+        assert 1.5 * alone < long.ended_s <= 2.2 * alone
+
+    def test_the_longest_is_not_starved_by_long_ones(self):
+        """Prompts of 50,000 tokens come faster than they can be served, for ever."""
+        alone = run(engine_of(), [(0.0, Request("million", [1] * 500_000, 1))])["million"].ended_s
+        others = [(i * 1.2, Request(f"long{i}", [1] * 50_000, 1)) for i in range(100)]
+        courses = run(engine_of(), [(0.0, Request("million", [1] * 500_000, 1)), *others], until_s=100)
+        assert courses["million"].ended_s <= 2.2 * alone
+        ended = [i for i in range(80) if (course := courses.get(f"long{i}")) and course.ended_s is not None]
+        assert len(ended) >= 20 and ended == list(range(len(ended)))
+
+    def test_one_behind_a_longer_one_does_not_wait_for_its_end(self):
+        arrivals = [(0.0, Request("million", [1] * 1_000_000, 1)), (1.0, Request("long", [1] * 20_000, 1))]
+        courses = run(engine_of(), arrivals)
+        assert courses["long"].first_s <= 2.3 * 20_000 / 1024 * COSTS.pass_s(1024, 0) + CHUNK_S
+
+
+def mixes():
+    rng = random.Random(5)
+    long = streams(4, 2000) + [(0.5, Request(f"long{i}", [1] * LONG, 100)) for i in range(8)]
+    many = [(i * 0.3, Request(f"s{i}", [1] * rng.randint(50, 500), 300)) for i in range(80)]
+    both = many + [(1.0 + 2 * i, Request(f"long{i}", [1] * LONG, 300)) for i in range(5)]
+    chats = [(i * 0.2, Request(f"c{i}", [1] * int(10 ** rng.uniform(1.5, 4.5)), 400)) for i in range(100)]
+    return {"long": long, "both": both, "chats": chats}
+
+
+@pytest.mark.parametrize("policy", [FirstCome, PromptsFirst])
+@pytest.mark.parametrize("mix", ["long", "both", "chats"])
+def test_total_throughput_is_within_a_tenth_of_first_come_first_served(policy, mix):
+    ours, theirs = (run(engine_of(scheduler), mixes()[mix]) for scheduler in (None, policy))
+    makespan = [max(course.ended_s for course in courses.values()) for courses in (ours, theirs)]
+    print(f"{mix}: {makespan[0]:.2f} s, {policy.__name__} {makespan[1]:.2f} s")
+    assert makespan[0] <= 1.1 * makespan[1]
+
+
+class TestRoom:
+    def test_streams_that_outgrow_the_caches_are_parked_and_all_end(self):
+        engine = engine_of(cache_tokens=1 << 20, park_bytes=1 << 40)
+        arrivals = [(i * 0.1, Request(f"r{i}", [1] * 60_000, 20_000)) for i in range(24)]
+        parked = 0
+        step = engine.step
+
+        def counted():
+            nonlocal parked
+            parked = max(parked, engine.status().parked)
+            return step()
+
+        engine.step = counted
+        courses = run(engine, arrivals)
+        assert all(sum(count for _, count in course.tokens) == 20_000 for course in courses.values())
+        assert parked >= 2 and engine._scheduler.ledger.pages == 0 and engine._parking.nbytes == 0
+
+    def test_one_that_needs_most_of_the_caches_is_not_starved_by_small_ones(self):
+        engine = engine_of(cache_tokens=(1 << 20) + PASS_ROWS)
+        small = [(i * 0.05, Request(f"small{i}", [1] * 30_000, 400)) for i in range(200)]
+        big = (1.0, Request("big", [1] * 900_000, 100))
+        ahead, alone = (run(engine_of(), [one])[one[1].id].first_s for one in (small[0], big))
+        assert run(engine, [*small, big], until_s=120)["big"].first_s <= PATIENCE_S + 21 * ahead + 2.5 * alone
+
+
+requests = st.tuples(
+    st.floats(0, 20),
+    st.sampled_from([30, SHORT, 700, 5_000, 30_000, LONG]),
+    st.sampled_from([1, 20, 300]),
+    st.sampled_from([0, 0, 0, 1, 9]),
+    st.none() | st.floats(0, 5),  # cancelled after
+)
+
+
+@given(st.lists(requests, min_size=1, max_size=40), st.sampled_from([4, 16, 40]), st.sampled_from([None, 1 << 20]))
+@settings(max_examples=40, deadline=None)
+def test_every_request_ends_and_no_short_one_waits_for_more_than_the_short_ones_about(wanted, places, cache_tokens):
+    engine = engine_of(max_sequences=places, cache_tokens=cache_tokens)
+    arrivals = [
+        (at, Request(str(i), [1] * length, tokens, priority=priority))
+        for i, (at, length, tokens, priority, _) in enumerate(wanted)
+    ]
+    cancels = sorted((at + after, str(i)) for i, (at, _, _, _, after) in enumerate(wanted) if after is not None)
+    step = engine.step
+
+    def step_and_cancel():
+        while cancels and cancels[0][0] <= engine.backend.now:
+            engine.cancel(cancels.pop(0)[1])
+        return step()
+
+    engine.step = step_and_cancel
+    courses = run(engine, arrivals)
+    assert all(course.ended_s is not None for course in courses.values()) and len(courses) == len(wanted)
+    status = engine.status()
+    assert (status.running, status.waiting, status.parked) == (0, 0, 0) and not engine.backend._live
+    assert (engine._scheduler.ledger.pages, engine._parking.nbytes) == (0, 0)
+    if len(wanted) > places or cache_tokens is not None:
+        return  # somebody may have waited for a place
+    turn = CHUNK_S + COSTS.step_s(48, True)
+    shorts = [course for course in courses.values() if course.tokens and len(course.request.prompt_ids) <= 700]
+    for course in shorts:
+        first = course.tokens[0][0]
+        about = [o for o in courses.values() if o.arrived_s < first and o.tokens and o.tokens[0][0] > course.arrived_s]
+        work = sum(COSTS.pass_s(700, 0) for o in about if len(o.request.prompt_ids) <= 5000)
+        assert course.first_s <= 2 * (work / BUDGET_S + 1) * turn
+
+
+def test_the_costs_can_be_those_of_another_machine():
+    fast = dataclasses.replace(COSTS, read_bytes_per_s=2 * COSTS.read_bytes_per_s)
+    assert fast.step_s(6, True) == pytest.approx(COSTS.step_s(6, True) / 2)
