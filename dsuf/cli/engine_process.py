@@ -139,4 +139,7 @@ async def _show_loading(link: EngineLink) -> None:
 
 
 def _open(options: EngineOptions, progress: Progress) -> Engine:
-    return open_engine(options, progress, class_map_of)
+    """In the engine process."""
+    from dsuf.text.grammar import checkpoint_grammars
+
+    return open_engine(options, progress, class_map_of, checkpoint_grammars)

@@ -118,6 +118,13 @@ def output_schema(document: dict[str, Any]) -> str | None:
     return msgspec.json.encode(asked["schema"]).decode()
 
 
+def several_calls(document: dict[str, Any]) -> bool:
+    """Whether the answer may hold more than one tool call."""
+    choice = document.get("tool_choice")
+    alone = isinstance(choice, dict) and choice.get("disable_parallel_tool_use") is True
+    return document.get("parallel_tool_calls") is not False and not alone
+
+
 def _refuse(document: dict[str, Any], *names: str) -> None:
     for name in names:
         if document.get(name) not in (None, False, [], {}, "none"):

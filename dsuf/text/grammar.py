@@ -29,8 +29,8 @@ from dsuf.errors import EngineGone, PromptError
 from dsuf.model.checkpoint import Checkpoint
 
 Kind = Literal["json", "regex", "lark"]
-# A run of white space has an end: a weak model would otherwise go on with it until max_tokens.
-_JSON_OPTIONS: llguidance.JsonCompileOptions = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,80}"}
+# One line break with its indent, or a few blanks: a weak model would otherwise go on with them until max_tokens.
+_JSON_OPTIONS: llguidance.JsonCompileOptions = {"whitespace_pattern": r"(\r?\n[ \t]{0,40}|[ \t]{1,4})"}
 _ANY_OBJECT = '{"type":"object"}'  # what JSON mode promises
 _LIMITS = llguidance.LLParserLimits(verbose_errors=False)
 

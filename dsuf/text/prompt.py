@@ -11,7 +11,7 @@ import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,9 +21,10 @@ import msgspec
 from dsuf.engine.messages import Request, Sampling
 from dsuf.errors import CheckpointError, NotSupported, PromptError
 from dsuf.spec import Spec
-from dsuf.text.fields import MAX_NEW_TOKENS, Extensions, decode, output_schema
+from dsuf.text.fields import MAX_NEW_TOKENS, Extensions, decode, output_schema, several_calls
 from dsuf.text.grammar import Grammar
 from dsuf.text.protocols import CHAT, MESSAGES, RESPONSES, Protocol
+from dsuf.text.segments import PromptEncoder, Rendering, TextHash
 from dsuf.text.tool_grammar import tool_call_grammar
 from dsuf.text.vocabulary import Vocabulary, read_vocabulary
 
@@ -70,6 +71,10 @@ class Prompt:
     converted: dr.ConversationRequest | None = None  # of a recipe's protocol
     tool_names: dict[str, tuple[str, str]] | None = None  # Responses: names of namespace tools
     echo: dr.ResponsesEcho | None = None  # Responses: settings that the answer repeats
+    segments: list[tuple[int, bytes]] = field(default_factory=list)  # the last ones: ids up to the end, digest
+    text_hash: TextHash | None = None  # of the whole prompt; goes on with the answer
+    lease: bytes = b""  # what the engine is told about a saved prefix
+    tenant: str = ""  # whose saved prefixes may be used
     stops: tuple[str, ...] = ()  # text completions: their own stop strings
     echoed: str = ""  # text completions: the prompt, where it is asked for in front of the answer
 
@@ -85,6 +90,9 @@ class Prompt:
             min_tokens=self.min_tokens,
             constraint=self.constraint,
             priority=priority,
+            segments=self.segments,
+            lease=self.lease,
+            tenant=self.tenant,
         )
 
 
@@ -100,6 +108,32 @@ class _Asked:
     echo: dr.ResponsesEcho | None
 
 
+@dataclass(frozen=True)
+class Unencoded:
+    """A request that was understood and rendered, but not encoded yet: a prefix of it may be saved somewhere."""
+
+    text: ChatText
+    protocol: Protocol
+    asked: _Asked
+    rendering: Rendering
+    seconds: float  # spent so far
+
+    @property
+    def digests(self) -> list[bytes]:
+        """By which a saved prefix is looked up, the longest first."""
+        return self.rendering.longest_first
+
+    def encode(self, prefix: Sequence[int] = ()) -> Prompt | None:
+        """The prompt, its first ids being `prefix`; None when these do not read as its text. Raises as `prompt`."""
+        begin, encoder = time.perf_counter(), self.text.encoder
+        pieces = encoder.prefix(self.rendering, prefix) if prefix else 0
+        if pieces is None:
+            return None
+        ids = encoder.encode(self.rendering, prefix, pieces)
+        made = self.text.made(self.protocol, self.asked, ids, begin - self.seconds)
+        return replace(made, segments=encoder.segments(self.rendering, ids), text_hash=encoder.hash_of(self.rendering))
+
+
 class ChatText:
     """Turns requests into prompts for one checkpoint. Safe to use from several threads."""
 
@@ -111,6 +145,7 @@ class ChatText:
         defaults: GenerationDefaults = GenerationDefaults(),  # noqa: B008  (frozen)
         served_names: Sequence[str] = (),
         strict_max_tokens: bool = False,
+        tokenizer_json: str = "",
     ) -> None:
         self.vocabulary = vocabulary
         self.context_limit = context_limit
@@ -121,6 +156,7 @@ class ChatText:
         self._encoding = (
             dr.DeepseekV41Encoding().with_tokenizer(vocabulary.tokenizer).with_special_tokens(vocabulary.special_tokens)
         )
+        self.encoder = PromptEncoder(vocabulary, self._encoding, tokenizer_json)
         self._options = (
             dr.ConversionOptions()
             .with_model_versions_by_name(dict.fromkeys(self.names, dr.ModelVersion.DeepseekV41Flash))
@@ -159,6 +195,7 @@ class ChatText:
             defaults=defaults,
             served_names=served_names,
             strict_max_tokens=strict_max_tokens,
+            tokenizer_json=text,
         )
 
     def chat(self, body: bytes | dict[str, Any]) -> Prompt:
@@ -173,8 +210,19 @@ class ChatText:
         """
         begin = time.perf_counter()
         asked = self._parse(protocol, body)
+        return self.made(protocol, asked, self._encode(asked.converted.conversation), begin)
+
+    def begin(self, protocol: Protocol, body: bytes | dict[str, Any]) -> Unencoded:
+        """`prompt` in two parts: this one parses, checks and renders. Raises as `prompt` does."""
+        begin = time.perf_counter()
+        asked = self._parse(protocol, body)
+        _refuse_images(asked.converted.conversation)
+        rendering = self.encoder.render(asked.converted.conversation)
+        return Unencoded(self, protocol, asked, rendering, time.perf_counter() - begin)
+
+    def made(self, protocol: Protocol, asked: _Asked, ids: list[int], begin: float) -> Prompt:
+        """Limits and sampling for an encoded request; `begin` is when its work began."""
         converted, extensions = asked.converted, asked.extensions
-        ids = self._encode(converted.conversation)
         constraint = self._constraint(protocol, asked)
         max_tokens = self.max_tokens(converted, len(ids))
         limit = converted.inference_options.max_tokens or max_tokens
@@ -226,8 +274,7 @@ class ChatText:
 
     def _encode(self, conversation: dr.Conversation) -> list[int]:
         """Ids of the rendered prompt. Raises NotSupported for images."""
-        if any(message.image_sources for message in conversation.messages):
-            raise NotSupported(NO_IMAGES)
+        _refuse_images(conversation)
         return self._encoding.encode(conversation)
 
     def _constraint(self, protocol: Protocol, asked: _Asked) -> Grammar | None:
@@ -244,7 +291,7 @@ class ChatText:
         stage = asked.converted.parsing_options.thinking_initial_stage
         think_end = known.think_end_id if stage is not None and stage.starts_in_reasoning() else None
         if demanded:
-            made = tool_call_grammar(given.schema, known.dsml_id)
+            made = tool_call_grammar(given.schema, known.dsml_id, several_calls(asked.document))
         elif schema is not None:
             made = Grammar("json", schema, think_end, (known.less_id, known.dsml_id) if calls else None)
         elif conversation.response_format == "regex":
@@ -292,6 +339,11 @@ class ChatText:
             seed=secrets.randbits(63) if extensions.seed is None else extensions.seed,
             logprobs=(options.top_logprobs or 0) if options.logprobs else None,
         )
+
+
+def _refuse_images(conversation: dr.Conversation) -> None:
+    if any(message.image_sources for message in conversation.messages):
+        raise NotSupported(NO_IMAGES)
 
 
 def first(*values: float | None) -> float:

@@ -20,11 +20,14 @@ import msgspec
 from dsuf.text.grammar import Grammar
 
 
-def tool_call_grammar(tools: str, dsml_id: int) -> Grammar:
-    """The grammar over `tools`, a JSON array of Chat Completions function tools; `dsml_id` is the marker's token."""
+def tool_call_grammar(tools: str, dsml_id: int, several: bool = True) -> Grammar:
+    """The grammar over `tools`, a JSON array of Chat Completions function tools; `dsml_id` is the marker's token.
+
+    One call, or with `several` one or more.
+    """
     rules = [
         f"marker: <[{dsml_id}]>",
-        'start: call+ "</" marker " calls>"',
+        f'start: call{"+" * several} "</" marker " calls>"',
         'close: marker " parameter>\\n"',
         # the text takes the "</" that follows it along: nothing else says where it ends
         'text: " string=\\"true\\">" /(?s:.*)<\\// close',
