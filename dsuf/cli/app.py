@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from dsuf import __version__
-from dsuf.cli import build, doctor, repro, run, serve, synth
+from dsuf.cli import build, doctor, drain, repro, run, serve, synth
 from dsuf.cli.bench import compare, decode, prefill
 from dsuf.errors import DsufError
 
@@ -45,7 +45,7 @@ def _flags(
     pass
 
 
-for command in (run.run, serve.serve, repro.repro, synth.synth, doctor.doctor, build.build):
+for command in (run.run, serve.serve, repro.repro, synth.synth, doctor.doctor, build.build, drain.drain):
     app.command()(command)
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
 for command in (decode.decode, prefill.prefill, compare.compare):

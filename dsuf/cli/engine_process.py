@@ -19,6 +19,7 @@ from dsuf.engine.engine import Engine, Progress, open_engine
 from dsuf.engine.options import EngineOptions
 from dsuf.engine.service import serve_engine
 from dsuf.errors import EngineGone
+from dsuf.server.admin import SOCKET_NAME
 from dsuf.server.app import build_app, serve
 from dsuf.server.link import EngineLink
 from dsuf.server.options import ServerOptions
@@ -115,7 +116,7 @@ def serve_with_engine(
     async def until_stopped() -> int:
         tasks = [asyncio.create_task(process.watch(link)), asyncio.create_task(_show_loading(link))]
         try:
-            return await serve(app, sock, on_ready)
+            return await serve(app, sock, on_ready, process.socket_path.with_name(SOCKET_NAME))
         finally:
             for task in tasks:
                 task.cancel()

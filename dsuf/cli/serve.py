@@ -45,6 +45,15 @@ def serve(
     max_queued_requests: Annotated[
         int, typer.Option("--max-queued-requests", help="Requests that may wait; more are answered 429.")
     ] = 256,
+    max_queued_tokens: Annotated[
+        int | None, typer.Option("--max-queued-tokens", help="Prompt tokens that may wait. Default: 20 s of prefill.")
+    ] = None,
+    queue_timeout: Annotated[
+        float, typer.Option("--queue-timeout", help="Seconds that a request may wait for its prefill.")
+    ] = 600.0,
+    stall_timeout: Annotated[
+        float, typer.Option("--stall-timeout", help="Seconds after which a client that does not read is cut off.")
+    ] = 60.0,
     drain_delay: Annotated[
         float, typer.Option("--drain-delay", help="Seconds after SIGTERM in which new calls get 503.")
     ] = 5.0,
@@ -52,6 +61,9 @@ def serve(
         float, typer.Option("--drain-timeout", help="Seconds that running streams then have to end.")
     ] = 120.0,
     log_format: Annotated[str, typer.Option("--log-format", help="json or text: request_end lines.")] = "json",
+    metrics_names: Annotated[
+        str, typer.Option("--metrics-names", help="dsuf, vllm or both: prefixes of the names in /metrics.")
+    ] = "dsuf",
 ) -> None:
     """Serve the OpenAI-compatible API over HTTP."""
     from dsuf.cli.engine_process import EngineProcess, serve_with_engine
@@ -65,9 +77,13 @@ def serve(
     server = ServerOptions(
         api_keys=(key,) if key else (),
         max_queued_requests=max_queued_requests,
+        max_queued_tokens=max_queued_tokens,
+        queue_timeout_s=queue_timeout,
+        stall_timeout_s=stall_timeout,
         drain_delay_s=drain_delay,
         drain_timeout_s=drain_timeout,
         log_format=log_format,
+        metrics_names=metrics_names,
     )
     with bind(host, port) as sock:  # a port that is taken is told before anything is loaded
         engine = prepare(ckpt, engine)

@@ -10,11 +10,13 @@ import asyncio
 import contextlib
 import errno
 import gc
+import os
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import uvicorn
 import uvloop
@@ -23,6 +25,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
 from dsuf.errors import DsufError, EnvironmentProblem
+from dsuf.server.admin import Admin
 from dsuf.server.connection import Connection
 from dsuf.server.drain import Drain
 from dsuf.server.front import Front, problem_response
@@ -35,6 +38,7 @@ from dsuf.text.prompt import ChatText
 
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75
+_STATUS_EVERY_S = 1.0
 
 
 def build_app(
@@ -77,16 +81,27 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def run(app: Starlette, sock: socket.socket, on_ready: Callable[[], None] | None = None) -> int:
-    """Serve until a signal; the exit code. `on_ready` is called once, when the engine is ready.
+def run(
+    app: Starlette,
+    sock: socket.socket,
+    on_ready: Callable[[], None] | None = None,
+    admin_path: Path | None = None,
+) -> int:
+    """Serve until a signal, or an order over the socket at `admin_path`; the exit code.
 
+    `on_ready` is called once, when the engine is ready.
     SIGTERM and SIGINT drain, a second one stops at once. Raises the engine's error when it fails before it was ready.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(serve(app, sock, on_ready))
+        return runner.run(serve(app, sock, on_ready, admin_path))
 
 
-async def serve(app: Starlette, sock: socket.socket, on_ready: Callable[[], None] | None = None) -> int:
+async def serve(
+    app: Starlette,
+    sock: socket.socket,
+    on_ready: Callable[[], None] | None = None,
+    admin_path: Path | None = None,
+) -> int:
     """`run` inside a loop; signals are handled in the main thread only."""
     service: Service = app.state.service
     server = _Server(
@@ -110,12 +125,18 @@ async def serve(app: Starlette, sock: socket.socket, on_ready: Callable[[], None
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, app.state.drain.on_signal, number)
-    await service.link.open()
-    _spare_the_collector()
-    try:
+    async with contextlib.AsyncExitStack() as stack:
+        await service.link.open()
+        stack.push_async_callback(service.link.close)
+        if admin_path is not None:
+            host, port = sock.getsockname()[:2]
+            admin = Admin(admin_path, service, app.state.drain, f"{host}:{port}", os.getpid())
+            await admin.open()
+            stack.push_async_callback(admin.close)
+        asking = asyncio.create_task(_ask_status(service.link))
+        stack.callback(asking.cancel)
+        _spare_the_collector()
         await server.serve(sockets=[sock])
-    finally:
-        await service.link.close()
     if start.failure is not None:
         raise start.failure
     return 0
@@ -131,6 +152,14 @@ class _Server(uvicorn.Server):
     def stop(self) -> None:
         """Close the listening socket and idle connections, then end."""
         self.should_exit = True
+
+
+async def _ask_status(link: EngineLink) -> None:
+    """Keep the engine's own counts fresh, for /load and /metrics."""
+    while True:
+        await asyncio.sleep(_STATUS_EVERY_S)
+        if link.state == "ready":
+            link.ask_status()
 
 
 def _spare_the_collector() -> None:

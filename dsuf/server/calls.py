@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from dsuf.server.link import Interrupted
+from dsuf.server.options import ServerOptions
 from dsuf.server.problems import HttpProblem
 from dsuf.server.record import Record
 from dsuf.server.service import Service
@@ -37,7 +38,7 @@ def endpoint(protocol: Protocol) -> Callable[[Request], Awaitable[Response]]:
         exchange = Exchange(service, record)
         try:
             exchange.enter()
-            body = await read_body(request, service.options.max_body_bytes)
+            body = await read_body(request, service.options)
             prompt = await in_thread(body, lambda: _prompt(service, protocol, body))
             exchange.start(prompt, f"{protocol.id_prefix}{uuid.uuid4().hex}")
         except ClientDisconnect:
@@ -54,7 +55,7 @@ def endpoint(protocol: Protocol) -> Callable[[Request], Awaitable[Response]]:
 async def count_tokens(request: Request) -> Response:
     """POST /messages/count_tokens: the length of the prompt that the same body would make."""
     service: Service = request.app.state.service
-    body = await read_body(request, service.options.max_body_bytes)
+    body = await read_body(request, service.options)
     ids = await in_thread(body, lambda: service.text.count(MESSAGES, body))
     return _json(msgspec.json.encode({"input_tokens": len(ids)}))
 
@@ -62,7 +63,7 @@ async def count_tokens(request: Request) -> Response:
 async def tokenize_text(request: Request) -> Response:
     """POST /tokenize: `{prompt}` or a chat body to `{tokens, count, max_model_len}`."""
     service: Service = request.app.state.service
-    body = await read_body(request, service.options.max_body_bytes)
+    body = await read_body(request, service.options)
     ids = await in_thread(body, lambda: tokenize(service.text, body))
     answer = {"count": len(ids), "max_model_len": service.text.context_limit, "tokens": ids}
     return _json(msgspec.json.encode(answer))
@@ -71,26 +72,32 @@ async def tokenize_text(request: Request) -> Response:
 async def detokenize_ids(request: Request) -> Response:
     """POST /detokenize: `{tokens}` to `{prompt}`."""
     service: Service = request.app.state.service
-    body = await read_body(request, service.options.max_body_bytes)
+    body = await read_body(request, service.options)
     text = await in_thread(body, lambda: detokenize(service.text, body))
     return _json(msgspec.json.encode({"prompt": text}))
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The body. Raises HttpProblem 413 above the limit, once the client has sent as much again or all of it.
-
-    Closing a connection on a client that is still sending would often hide the answer from it.
+async def read_body(request: Request, options: ServerOptions) -> bytes:
+    """The body. Raises HttpProblem 408 when it does not come, 413 above the limit, then once the client has sent as
+    much again or all of it: closing a connection on a client that is still sending would often hide the answer from it.
     """
     parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size <= max_bytes:
-            parts.append(part)
-        elif size > 2 * max_bytes:
-            break
-    if size > max_bytes:
-        raise HttpProblem(413, f"the body has more than {max_bytes} bytes. Send less.", {"connection": "close"})
+    size, most = 0, options.max_body_bytes
+    stream = request.stream()
+    end = asyncio.get_running_loop().time() + options.queue_timeout_s
+    try:
+        while size <= 2 * most:
+            async with asyncio.timeout(min(options.stall_timeout_s, end - asyncio.get_running_loop().time())):
+                part = await anext(stream, None)
+            if part is None:
+                break
+            size += len(part)
+            if size <= most:
+                parts.append(part)
+    except TimeoutError:
+        raise HttpProblem(408, "the body did not arrive in time. Send it again.", {"connection": "close"}) from None
+    if size > most:
+        raise HttpProblem(413, f"the body has more than {most} bytes. Send less.", {"connection": "close"})
     return b"".join(parts)
 
 

@@ -23,11 +23,21 @@ class Drain:
         """First signal: drain. Second: break off what runs and stop."""
         if self._task is None:
             # a load balancer needs time to notice; somebody at a terminal does not
-            delay_s = 0.0 if number == signal.SIGINT else self._service.options.drain_delay_s
-            self._task = asyncio.create_task(self._drain(delay_s))
+            self.begin(0.0 if number == signal.SIGINT else self._service.options.drain_delay_s)
         else:
+            self.stop_now()
+
+    def begin(self, delay_s: float) -> None:
+        """Drain, unless that goes on already."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._drain(delay_s))
+
+    def stop_now(self) -> None:
+        """Break off what runs and stop."""
+        if self._task is not None:
             self._task.cancel()
-            self._task = asyncio.create_task(self._break_off())
+        self._service.draining = True
+        self._task = asyncio.create_task(self._break_off())
 
     async def _drain(self, delay_s: float) -> None:
         service = self._service

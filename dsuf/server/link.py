@@ -59,6 +59,7 @@ class Call:
         self.finished: Finished | None = None  # set as soon as it has arrived, read or not
         self.steps = 0  # that have emitted tokens, the one that ends prefill included
         self.direct: Callable[[Tokens], bool] | None = None
+        self.on_interrupt: Callable[[], None] | None = None  # for a reader that is busy with its client
         self._link, self._on_tokens = link, on_tokens
         self._events: deque[CallEvent] = deque()
         self._pending = 0  # ids and logprobs in the last event
@@ -89,6 +90,8 @@ class Call:
         if self.interrupted is None:
             self.interrupted = why if isinstance(why, Exception) else Interrupted(why)
         self.wake()
+        if self.on_interrupt is not None:
+            self.on_interrupt()
 
     async def next(self, timeout_s: float) -> CallEvent | None:
         """The next event, or None after `timeout_s` of silence or `wake`. Raises Interrupted."""

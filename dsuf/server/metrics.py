@@ -1,5 +1,8 @@
 """Prometheus metrics of one server: vLLM's stems under the prefix `dsuf_`, with buckets that fit tokens every 0.5 ms.
 
+On request the metrics that vLLM has as well bear its prefix, or both, for the dashboards and bench clients that look
+for it; its buckets start at 10 ms and would tell nothing here, so the buckets stay ours.
+
 A `Distribution` takes many equal observations at once (a request ends with a histogram of accepted drafts) and costs
 less than half a microsecond, because every step of every stream makes three.
 """
@@ -7,8 +10,9 @@ less than half a microsecond, because every step of every stream makes three.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import HistogramMetricFamily
@@ -19,6 +23,15 @@ from dsuf.server.admission import Admission
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
+PREFIX, VLLM_PREFIX = "dsuf_", "vllm:"
+VLLM_STEMS = frozenset((
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries", "prefix_cache_hits",
+    "prompt_tokens", "generation_tokens", "request_success", "time_to_first_token_seconds",
+    "inter_token_latency_seconds", "request_time_per_output_token_seconds", "e2e_request_latency_seconds",
+    "request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
+    "request_prompt_tokens", "request_generation_tokens", "admission_rejections", "spec_decode_num_drafts",
+    "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos",
+))  # fmt: skip
 _LATENCY_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60)
 _TOKEN_S = (0.0002, 0.0003, 0.0005, 0.00075, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
 _STEP_S = (0.001, 0.002, 0.0025, 0.003, 0.0035, 0.004, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
@@ -51,13 +64,16 @@ class Distribution:
 class Metrics:
     """Everything that /metrics shows, in a registry of its own."""
 
-    def __init__(self, model_name: str, admission: Admission) -> None:
+    def __init__(self, model_name: str, admission: Admission, cache_usage: Callable[[], float]) -> None:
         self.registry = CollectorRegistry()
         self._model_name = model_name
         waiting = self._gauge("num_requests_waiting", "Requests whose prefill has not started.")
         waiting.set_function(lambda: admission.waiting)
         running = self._gauge("num_requests_running", "Requests in prefill or decode.")
         running.set_function(lambda: admission.running)
+        tokens = self._gauge("waiting_tokens", "Prompt tokens of requests whose prefill has not started.")
+        tokens.set_function(lambda: admission.waiting_tokens)
+        self._gauge("kv_cache_usage_perc", "Share of the caches in use, 1 is full.").set_function(cache_usage)
         self._time_to_first_token = self._distribution(
             "time_to_first_token_seconds", "Request received to first token.", _LATENCY_S
         )
@@ -93,9 +109,10 @@ class Metrics:
             "spec_decode_num_accepted_tokens_per_pos", "Accepted drafts by place in the block.", "position"
         )
 
-    def render(self) -> bytes:
+    def render(self, names: Literal["dsuf", "vllm", "both"] = "dsuf") -> bytes:
         """The text exposition format."""
-        return generate_latest(self.registry)
+        ours = generate_latest(self.registry)
+        return ours if names == "dsuf" else _with_vllm_names(ours.decode(), names == "both").encode()
 
     def first_token(self, seconds: float) -> None:
         """A request got its first token `seconds` after it was received."""
@@ -170,3 +187,21 @@ class Metrics:
         distribution = Distribution(f"dsuf_{stem}", text, bounds, self._model_name)
         self.registry.register(distribution)
         return distribution
+
+
+def _with_vllm_names(text: str, keep_ours: bool) -> str:
+    """Each family that vLLM has under its prefix: instead of ours, or after it."""
+    families: list[list[str]] = []
+    for line in text.splitlines(keepends=True):
+        if line.startswith("# HELP "):
+            families.append([])
+        families[-1].append(line)
+    lines: list[str] = []
+    for family in families:
+        name = family[0].split()[2]
+        known = name.removeprefix(PREFIX).removesuffix("_total") in VLLM_STEMS
+        if keep_ours or not known:
+            lines += family
+        if known:
+            lines += [line.replace(PREFIX, VLLM_PREFIX, 1) for line in family]
+    return "".join(lines)

@@ -35,6 +35,7 @@ def routes() -> list[Route]:
         Route("/readyz", readyz, methods=["GET"]),
         Route("/health", readyz, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
+        Route("/load", load, methods=["GET"]),
         Route("/version", version, methods=["GET"]),
     ]
 
@@ -71,7 +72,13 @@ async def readyz(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """GET /metrics."""
     service: Service = request.app.state.service
-    return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE})
+    return Response(service.metrics.render(service.options.metrics_names), headers={"content-type": CONTENT_TYPE})
+
+
+async def load(request: Request) -> Response:
+    """GET /load: queue and speed, for a router."""
+    service: Service = request.app.state.service
+    return _json(msgspec.json.encode(service.load()))
 
 
 async def version(request: Request) -> Response:

@@ -39,7 +39,7 @@ class Service:
     def __post_init__(self) -> None:
         """Make the counts that belong to these options."""
         self.admission = Admission(self.options.max_queued_requests, self.options.max_queued_tokens)
-        self.metrics = Metrics(self.text.names[0], self.admission)
+        self.metrics = Metrics(self.text.names[0], self.admission, self.cache_usage)
 
     @property
     def state(self) -> str:
@@ -54,6 +54,34 @@ class Service:
         if self.state == "starting" and status is not None and status.loading:
             return f"{reason}: {status.loading}, {status.loaded:.0%}"
         return reason
+
+    def cache_usage(self) -> float:
+        """Share of the tokens that the engine can hold, 0..1; 0 until it said."""
+        status = self.link.status
+        room = status.max_context * status.max_sequences if status is not None else 0
+        return min(status.context_tokens / room, 1.0) if room else 0.0
+
+    def load(self) -> dict[str, Any]:
+        """What a router needs that looks at load alone. `wait_s` is the time to prefill what waits, where it is known.
+
+        The engine's own counts are at most a second old.
+        """
+        admission, status = self.admission, self.link.status
+        speed = admission.speed.tokens_per_s
+        engine_tokens = status.waiting_tokens if status is not None else 0
+        return {
+            "state": self.state,
+            "server_load": admission.open,
+            "running": admission.running,
+            "waiting": admission.waiting,
+            "waiting_tokens": admission.waiting_tokens,
+            "prefill_tokens": max(engine_tokens, admission.waiting_tokens),
+            "prefill_tokens_per_s": speed and round(speed, 1),
+            "wait_s": speed and round(max(engine_tokens, admission.waiting_tokens) / speed, 3),
+            "cache_usage": round(self.cache_usage(), 4),
+            "max_queued_requests": admission.max_queued_requests,
+            "max_queued_tokens": admission.max_queued_tokens,
+        }
 
     def enter(self) -> Slot:
         """A place for one call. Raises HttpProblem 503 when no calls may come now, 429 when too many wait."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -54,7 +53,6 @@ class Exchange:
     def __init__(self, service: Service, record: Record) -> None:
         self.service, self._record = service, record
         self.call: Call | None = None
-        self.on_interrupt: Callable[[], None] | None = None  # set by who waits for the client instead of for the call
         self._slot: Slot | None = None
         self._reply: AnyReply | None = None
         self._deadline: asyncio.TimerHandle | None = None  # of the wait for prefill
@@ -110,8 +108,6 @@ class Exchange:
         """End the call from outside."""
         if self.call is not None:
             self.call.interrupt(reason)
-        if self.on_interrupt is not None:
-            self.on_interrupt()
 
     def sent(self, seconds: float) -> None:
         """A write to the client took this long."""
@@ -145,7 +141,7 @@ class _Answer(Response):
         """Send until the answer is complete; returning without the last chunk makes the server drop the line."""
         failure: BaseException | None = None
         exchange, self._send, self._connection = self._exchange, send, Connection.of(scope)
-        exchange.on_interrupt, exchange.call.direct = self._hurry, self._direct
+        exchange.call.on_interrupt, exchange.call.direct = self._hurry, self._direct
         watcher = asyncio.create_task(_watch(receive, exchange))
         try:
             await self._begin()

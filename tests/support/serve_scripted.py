@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from dsuf.server.admin import SOCKET_NAME
 from dsuf.server.app import bind, build_app, run
 from dsuf.server.link import EngineLink
 from dsuf.server.options import ServerOptions
@@ -21,7 +22,8 @@ def main() -> int:
     sock = bind("127.0.0.1", 0)
     print(sock.getsockname()[1], flush=True)
     Peer(path, lambda request: Script(in_steps(encode("word " * 200), 1), reason="length", step_s=0.01))
-    return run(build_app(EngineLink(path), v41_text(), options), sock, lambda: print("ready", flush=True))
+    app = build_app(EngineLink(path), v41_text(), options)
+    return run(app, sock, lambda: print("ready", flush=True), path.with_name(SOCKET_NAME))
 
 
 if __name__ == "__main__":
