@@ -30,6 +30,7 @@ class Drain:
     def begin(self, delay_s: float) -> None:
         """Drain, unless that goes on already."""
         if self._task is None:
+            self._service.draining = True
             self._task = asyncio.create_task(self._drain(delay_s))
 
     def stop_now(self) -> None:
@@ -41,7 +42,6 @@ class Drain:
 
     async def _drain(self, delay_s: float) -> None:
         service = self._service
-        service.draining = True
         service.log({"event": "drain_begin", "open_requests": service.admission.open})
         loop = asyncio.get_running_loop()
         end = loop.time() + delay_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,15 +51,19 @@ def test_it_waits_for_running_streams_and_ends_when_the_server_has(runtime, capf
         with httpx.stream("POST", url, json=STREAM, timeout=30) as stream:
             lines = stream.iter_lines()
             next(lines)
-            drain = subprocess.Popen([sys.executable, "-m", "dsuf.cli.app", "drain"], stdout=subprocess.PIPE)
+            codes = []
+            drain = threading.Thread(target=lambda: codes.append(run_command(["drain"])))
+            drain.start()
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
-        assert drain.wait(20) == 0 and process.wait(5) == 0
-        assert f"127.0.0.1:{port} has stopped" in drain.stdout.read().decode()
+        drain.join(20)
+        assert codes == [0] and process.wait(5) == 0
         log = [json.loads(line) for line in process.stderr.read().decode().splitlines()]
         assert [line["event"] for line in log] == ["drain_begin", "request_end", "drain_end"]
         assert log[1]["status"] == "ok" and log[2]["broken_off"] == 0
-    assert "1 requests are open" in capfd.readouterr().err
+    out, err = capfd.readouterr()
+    assert f"127.0.0.1:{port} has stopped" in out
+    assert f"127.0.0.1:{port}: draining, 1 requests are open" in err
 
 
 def test_now_breaks_off_what_runs(runtime):
