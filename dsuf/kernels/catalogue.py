@@ -19,7 +19,9 @@ from dsuf.kernels.lang import Kernel
 from dsuf.kernels.ptx.op import ALL_CHIPS, HOPPER
 from dsuf.spec import Spec
 
-MODULES = ("project", "experts", "route", "mixes", "latents", "attend", "index", "select")
+MODULES = (
+    "project", "experts", "route", "swiglu", "mixes", "latents", "compress", "attend", "index", "select",
+)  # fmt: skip
 ROW_TILES = (8, 16, 24, 48)
 CONFIGS = Path(__file__).parents[1] / "configs"
 

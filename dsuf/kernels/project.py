@@ -279,6 +279,7 @@ def projections(spec: Spec) -> dict[str, Projection]:
         "index_wq_b": Projection(spec.index_n_heads * spec.index_head_dim, q, "q8"),
         "wo_a": Projection(spec.o_lora_rank, heads // spec.o_groups, "wo_a", spec.o_groups),
         "wo_b": Projection(d, spec.o_groups * spec.o_lora_rank, "q8"),
+        "shared_gate_up": Projection(2 * spec.moe_intermediate_size, d, "q8"),
         "shared_down": Projection(d, spec.moe_intermediate_size, "q8"),
         "engram_wkv": Projection((spec.hc_mult + 1) * d, engram, "q8"),
         "main_proj": Projection(d, len(spec.dspark_target_layer_ids) * d, "q8"),
