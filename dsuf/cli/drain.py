@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dsuf import wire
 from dsuf.cli.live import say
 from dsuf.config import read_environment
 from dsuf.errors import EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
+    from dsuf import wire
     from dsuf.server.admin import State
 
 
@@ -55,6 +55,7 @@ def _sockets() -> list[Path]:
 
 def _ask(path: Path) -> tuple[State, wire.Connection] | None:
     """State of the server behind a socket; None when nobody is there any more."""
+    from dsuf import wire
     from dsuf.server.admin import Order, State
 
     try:
