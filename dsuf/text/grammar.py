@@ -41,7 +41,7 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: Kind
     text: str  # schema, regular expression, or a grammar of llguidance's
     think_end: int | None = None  # the prompt ends in open reasoning: nothing counts before this token
-    call_start: tuple[int, int] | None = None  # tokens that open a tool call, which may stand instead of the answer
+    call_start: tuple[int, ...] = ()  # tokens that open a tool call, which may stand instead of the answer
 
     def encode(self) -> str:
         """The string for the request."""
@@ -96,6 +96,7 @@ class TokenConstraint:
     def __init__(self, grammar: Grammar, matcher: llguidance.LLMatcher, vocab_size: int, eos_id: int) -> None:
         self._grammar, self._matcher, self._eos = grammar, matcher, eos_id
         self._vocab_size = vocab_size
+        self._opened = 0  # how many tokens of call_start there were
         self._state = "reasoning" if grammar.think_end is not None else "start"
 
     def fill(self, masks: np.ndarray, drafts: Sequence[int]) -> int:
@@ -133,13 +134,13 @@ class TokenConstraint:
             _set(row, self._eos, state == "calls")
         elif state == "call opens":
             row[:] = 0
-            _set(row, self._grammar.call_start[1], True)
+            _set(row, self._grammar.call_start[self._opened], True)
         elif state == "ended":
             row[:] = 0
             _set(row, self._eos, True)
         else:
             self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-            if state == "start" and self._grammar.call_start is not None:
+            if state == "start" and self._grammar.call_start:
                 _set(row, self._grammar.call_start[0], True)
 
     def _take(self, token: int) -> None:
@@ -149,10 +150,9 @@ class TokenConstraint:
             self._state = "start" if token == self._grammar.think_end else state
         elif state == "calls":
             self._state = "ended" if token == self._eos else state
-        elif state == "start" and opens is not None and token == opens[0]:
-            self._state = "call opens"
-        elif state == "call opens" and token == opens[1]:
-            self._state = "calls"
+        elif state in ("start", "call opens") and opens and token == opens[self._opened]:
+            self._opened += 1
+            self._state = "calls" if self._opened == len(opens) else "call opens"
         elif token == self._eos and (state == "ended" or self._matcher.is_accepting()):
             self._state = "ended"
         elif state in ("start", "answer") and self._matcher.try_consume_tokens([token]) == 1:

@@ -293,7 +293,7 @@ class ChatText:
         if demanded:
             made = tool_call_grammar(given.schema, known.dsml_id, several_calls(asked.document))
         elif schema is not None:
-            made = Grammar("json", schema, think_end, (known.less_id, known.dsml_id) if calls else None)
+            made = Grammar("json", schema, think_end, known.call_start if calls else ())
         elif conversation.response_format == "regex":
             if calls:
                 raise NotSupported("response_format regex beside tools is not supported by this build. Use either.")

@@ -41,7 +41,7 @@ class Vocabulary:
     bos_id: int
     think_end_id: int
     dsml_id: int  # the marker of tool calls
-    less_id: int  # the "<" in front of it
+    call_start: tuple[int, ...]  # what the model writes before a call, up to the marker
 
 
 def read_vocabulary(tokenizer_json: str, spec: Spec) -> Vocabulary:
@@ -76,7 +76,7 @@ def read_vocabulary(tokenizer_json: str, spec: Spec) -> Vocabulary:
         bos_id=spec.bos_token_id,
         think_end_id=think_end,
         dsml_id=dsml,
-        less_id=tokenizer.encode("<")[0],
+        call_start=(*tokenizer.encode("\n\n<"), dsml),
     )
 
 

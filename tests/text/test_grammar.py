@@ -18,7 +18,7 @@ from dsuf.text.tool_grammar import tool_call_grammar
 from tests.support.serving import encode, v41_vocabulary
 
 VOCAB, EOS, THINK_END, DSML = 129_280, 1, 128_822, 128_825
-OPENS = (encode("<")[0], DSML)
+OPENS = (*encode("\n\n<"), DSML)
 PERSON = {
     "type": "object",
     "properties": {
@@ -158,9 +158,9 @@ def test_reasoning_is_free_but_does_not_end_the_answer():
 
 def test_a_tool_call_may_stand_instead_of_the_answer():
     made = constraint("json", json.dumps(PERSON), call_start=OPENS)
-    mask = rows(4)
-    assert made.fill(mask, [OPENS[0], DSML, 77]) == 3
-    assert OPENS[0] in allowed(mask[0]) and allowed(mask[1]) == [DSML] and len(allowed(mask[2])) == VOCAB
+    mask = rows(5)
+    assert made.fill(mask, [*OPENS, 77]) == 4
+    assert OPENS[0] in allowed(mask[0]) and allowed(mask[2]) == [DSML] and len(allowed(mask[3])) == VOCAB
     made.advance([*OPENS, 5, 6, EOS])
     assert OPENS[0] not in allowed_first(constraint("json", json.dumps(PERSON)))
 
