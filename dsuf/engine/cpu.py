@@ -63,8 +63,13 @@ class _Step:
 class CpuBackend:
     """Backend over `model.reference`; see `dsuf.engine.backend.Backend` for what each method promises."""
 
-    def __init__(self, options: EngineOptions, class_map: ClassMap | None = None) -> None:
-        self._options = options
+    def __init__(
+        self,
+        options: EngineOptions,
+        class_map: ClassMap | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._options, self._clock = options, clock
         self._class_map = class_map
         self._caches: dict[str, Caches] = {}
         self._emitted: list[Emitted] = []
@@ -104,7 +109,7 @@ class CpuBackend:
     def prefill(self, sequence: Sequence, rows: int, budget_s: float) -> bool:
         if sequence.id not in self._caches:
             self._caches[sequence.id] = self._model.new_caches()
-        deadline = time.monotonic() + budget_s
+        deadline = self._clock() + budget_s
         every = self._options.resume_every
         while rows > 0:
             count = min(self._options.prefill_chunk, rows, every - sequence.prefilled % every)
@@ -113,7 +118,7 @@ class CpuBackend:
                 self._first_token(sequence, logits)
                 return True
             rows -= count
-            if time.monotonic() >= deadline:
+            if self._clock() >= deadline:
                 break
         return False
 

@@ -4,11 +4,11 @@ A turn is one decode step for running streams and one chunk of prefill: passes o
 is used up, at least one. So a running stream waits for at most one chunk between two steps, however long a prompt is
 and however many there are.
 
-**Prefill.** A prompt is short when what is left of it fits in one chunk, as fast as prefill has been lately (a prompt
-whose beginning was restored counts with the rest). Short prompts go first, by priority and then by arrival, until they
-are one chunk's time ahead of the long ones; then both get the same time, but for those with a priority, which do not
-wait for that: the server gives it to tiny requests only, titles and the like. Long prompts take turns between the one
-that has least left and the oldest one; at most two are open at once. So
+**Prefill.** A prompt is short when it fits in one chunk, as fast as prefill has been lately (one whose beginning is
+restored counts with the rest). Short prompts go first, by priority and then by arrival, until they are one chunk's time
+ahead of the long ones; then both get the same time, but for those with a priority, which do not wait for that: the
+server gives it to tiny requests only, titles and the like. Long prompts take turns between the one that has least left
+and the oldest one; at most two are open at once. So
 - a short prompt has its first token after the chunk under way and its own, unless other short ones came before it;
 - a prompt of any length costs a short one nothing else: not its length, not its place in the queue;
 - short prompts take at most half of the prefill time while a long one waits, and other long ones half of the rest: a
@@ -57,6 +57,7 @@ class Scheduler:
         self._prefilling: dict[str, Sequence] = {}
         self._parked: dict[str, Sequence] = {}
         self._decoding: dict[str, Sequence] = {}  # the one whose latest step is longest ago first
+        self._long: set[str] = set()  # open prompts that were long when they began
         self._rate = 0.0  # prompt rows a second
         self._short_ahead_s = 0.0  # prefill time that short prompts got more than long ones that waited
         self._oldest_next = True  # of long prompts
@@ -77,7 +78,7 @@ class Scheduler:
 
     @property
     def chunk_rows(self) -> int:
-        """Rows that are left of a short prompt at most."""
+        """Rows that a short prompt has to run at most."""
         return max(self._pass_rows, int(self._rate * self._budget_s))
 
     def sequences(self) -> list[Sequence]:
@@ -105,6 +106,8 @@ class Scheduler:
                 return chosen
             if self.ledger.start(chosen):
                 self._refused.pop(chosen.id, None)
+                if not self.is_short(chosen):
+                    self._long.add(chosen.id)
                 self._move(chosen, self._waiting, self._prefilling, Phase.PREFILL)
                 chosen.started_s = now
                 return chosen
@@ -125,18 +128,22 @@ class Scheduler:
             self._short_ahead_s = 0.0
 
     def is_short(self, sequence: Sequence) -> bool:
-        """Whether what is left of the prompt fits in one chunk."""
+        """Whether the prompt fits in one chunk; one that has begun stays what it was."""
+        if sequence.phase is Phase.PREFILL:
+            return sequence.id not in self._long
         return sequence.prompt_left <= self.chunk_rows
 
     def prefilled(self, sequence: Sequence) -> None:
         """The prompt of the sequence is complete: it decodes from the next turn on."""
         self._move(sequence, self._prefilling, self._decoding, Phase.DECODE)
+        self._long.discard(sequence.id)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that ended or was cancelled, wherever it is."""
         for kind in (self._waiting, self._prefilling, self._parked, self._decoding):
             kind.pop(sequence.id, None)
         self._refused.pop(sequence.id, None)
+        self._long.discard(sequence.id)
         self.ledger.drop(sequence)
         sequence.phase = Phase.DONE
 
