@@ -12,6 +12,7 @@ import typer
 
 from dsuf.cli import options
 from dsuf.cli.bench.result import check_thresholds, new_result, write_result, write_whole
+from dsuf.cli.browser import show_in_browser
 from dsuf.cli.client import StreamTimes, chat_url, read_counters, steps_since, stream_chat
 from dsuf.cli.live import say
 from dsuf.cli.own_server import own_server
@@ -38,6 +39,10 @@ def repro(
         bool, typer.Option("--check", help="Check the page; exit 1 when it is not what was asked.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Do not print the answer's text.")] = False,
+    open_page: Annotated[
+        bool,
+        typer.Option("--open", help="Show it in a browser instead: the server's page with its speedometer."),
+    ] = False,
     ckpt: options.Ckpt = options.DEFAULT_CKPT,
     gpus: options.Gpus = None,
     draft: options.Draft = "on",
@@ -55,6 +60,9 @@ def repro(
         thresholds=parse_thresholds(fail_below or [], fail_above or []),
     )  # fmt: skip
     serve_flags = ["--ckpt", ckpt, "--draft", draft, "--verify", verify, *(["--gpus", gpus] if gpus else [])]
+    if open_page:
+        show_in_browser(name, url, serve_flags)
+        return
     with nullcontext(url) if url else own_server(serve_flags) as address:
         answers, samples = _send(recipe, chat_url(address), runs, quiet)
     page = extract_page(answers[0].text)

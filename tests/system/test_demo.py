@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import signal
 import socket
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +20,7 @@ from dsuf.server.demo.page import POLICY
 from dsuf.server.options import ServerOptions
 from tests.support.browser import Browser
 from tests.support.peer import Script
-from tests.support.serving import encode, in_steps, running_server, says, v41_text
+from tests.support.serving import encode, in_steps, running_server, says, v41_text, wait_until
 from tests.support.tetris import Game, moved
 
 pytestmark = pytest.mark.system
@@ -187,3 +191,34 @@ def test_errors_are_told(browser: Browser) -> None:
         browser.wait(lambda: has_ended(browser))
         assert text(browser, "status") == "device fault"
         assert browser.evaluate("document.getElementById('status').className") == "bad"
+
+
+def test_repro_opens_it_and_the_built_in_checkpoints_game_plays(browser: Browser, tmp_path: Path) -> None:
+    shown, script = tmp_path / "page", tmp_path / "browser.sh"
+    script.write_text(f'#!/bin/sh\necho "$1" > {shown}\n')
+    script.chmod(0o700)
+    tmp_path.chmod(0o700)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dsuf.cli.app", "repro", "tetris", "--open", "--ckpt", "toy"],
+        env={**os.environ, "BROWSER": f"{script} %s", "XDG_RUNTIME_DIR": str(tmp_path)},
+        start_new_session=True,
+    )
+    try:
+        wait_until(lambda: shown.exists() and shown.read_text().endswith("\n"), 60)
+        browser.visit(shown.read_text().strip())
+        browser.wait(lambda: has_ended(browser), 600)
+        browser.screenshot(tmp_path / "toy.png")
+        assert text(browser, "answer").rstrip() == TETRIS.rstrip()
+        assert float(text(browser, "accepted")) > 1
+        browser.enter_frame()
+        game = Game(browser)
+        browser.wait(lambda: game.state() == "playing")
+        start = game.look()[1]
+        game.press("ArrowLeft")
+        browser.wait(lambda: game.look()[1] != start)
+        assert browser.errors == []
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
