@@ -143,7 +143,10 @@ def silu(x: Any) -> Any:
 def make_gate_up(
     *, d: int, i: int, topk: int, rows: int, limit: float, chip: str, most: int, warps: int, stages: int, blocks: int
 ) -> Kernel:
-    """A warp makes 32 finished channels of one group: 2 gate and 2 up tiles, chunk by chunk from its own ring."""
+    """A warp makes 32 finished channels of one group: 2 gate and 2 up tiles, chunk by chunk from its own ring.
+
+    topk is the most experts of a row; a launch says its own number, k, so the drafter shares the kernel.
+    """
     WIDTH, SIZE = chunk_width(d, most), fp4_chunk_bytes(d, most)
     STAGE = 4 * SIZE
     CHUNKS, GROUPS32, ITEMS = d // WIDTH, WIDTH // 32, i // 32
@@ -160,7 +163,7 @@ def make_gate_up(
     @kernel(
         threads=THREADS, grid=(blocks,), shared=AT_BAR + warps * stages * 8, name=f"experts_gate_up_{d}x{i}_r{rows}"
     )
-    def gate_up(w: s64, x: s64, sx: s64, plan: s64, weights: s64, h: s64, sh: s64, live: s32) -> None:
+    def gate_up(w: s64, x: s64, sx: s64, plan: s64, weights: s64, h: s64, sh: s64, live: s32, k: s32) -> None:
         tid = int32(thread_index())
         lane = int32(tid & 31)
         warp = int32(tid >> 5)
@@ -201,9 +204,9 @@ def make_gate_up(
             pair_x = int32(lds_u32(uint32(record + 8 + (g if g < count else 0) * 4)))
             pair0 = int32(lds_u32(uint32(record + 8 + (2 * t if 2 * t < count else 0) * 4)))
             pair1 = int32(lds_u32(uint32(record + 8 + (2 * t + 1 if 2 * t + 1 < count else 0) * 4)))
-            s0 = uint32(sm + AT_S + pair0 // topk * SSTRIDE)
-            s1 = uint32(sm + AT_S + pair1 // topk * SSTRIDE)
-            row = int64(pair_x // topk)
+            s0 = uint32(sm + AT_S + pair0 // k * SSTRIDE)
+            s1 = uint32(sm + AT_S + pair1 // k * SSTRIDE)
+            row = int64(pair_x // k)
             xa = int64(sm + row * XSTRIDE + t * 8) if STAGE_X else x + (row * d + t * 8)
             acc = regs(4, (0.0, 0.0, 0.0, 0.0))
             c = int32(0)
@@ -268,7 +271,7 @@ def make_down(
     expand, BIAS = (fp4x8_f16_cvt, 1.0) if chip in BLACKWELL else (fp4x8_f16_bits, FP4_BIAS)
 
     @kernel(threads=THREADS, grid=(blocks,), shared=AT_BAR + warps * stages * 8, name=f"experts_down_{d}x{i}_r{rows}")
-    def down(w: s64, h: s64, sh: s64, plan: s64, y: s64, live: s32) -> None:
+    def down(w: s64, h: s64, sh: s64, plan: s64, y: s64, live: s32, k: s32) -> None:
         tid = int32(thread_index())
         lane = int32(tid & 31)
         warp = int32(tid >> 5)
@@ -296,9 +299,9 @@ def make_down(
             if ahead < last and lane == 0:
                 ask(ring, bar, s, SIZE, w, records, ahead, chunk, ITEMS, CHUNKS, policy)
             ahead, chunk = following(ahead, chunk, STEP, CHUNKS)
-        stage_words(sm + AT_S, sh, live * (topk * SSTRIDE), tid, THREADS)
+        stage_words(sm + AT_S, sh, live * k * SSTRIDE, tid, THREADS)
         if STAGE_X:
-            stage_rows(sm, h, live * topk, i, i, XSTRIDE, tid, THREADS)
+            stage_rows(sm, h, live * k, i, i, XSTRIDE, tid, THREADS)
         sync_threads()
         stage = int32(0)
         phase = int32(0)
@@ -347,20 +350,14 @@ SM_COUNT = 132
 
 
 def entries(width: Width) -> list[Entry]:
-    """Backbone and drafter experts of a checkpoint."""
-    spec = width.spec
-    backbone = _entries("experts", width, spec.num_experts_per_tok, spec.n_routed_experts)
-    return backbone + _entries(
-        "draft_experts", width, spec.dspark_num_experts_per_tok, spec.dspark_n_routed_experts
-    )  # fmt: skip
-
-
-def _entries(name: str, width: Width, topk: int, count: int) -> list[Entry]:
-    d, i, found = width.spec.hidden_size, width.spec.moe_intermediate_size, []
+    """Experts of a checkpoint, for backbone and drafter; the floor is the backbone's."""
+    spec, found = width.spec, []
+    d, i, count = spec.hidden_size, spec.moe_intermediate_size, spec.n_routed_experts
+    topk = max(spec.num_experts_per_tok, spec.dspark_num_experts_per_tok)
     for rows in width.row_tiles:
         shape = {"d": d, "i": i, "topk": topk, "rows": rows, "blocks": SM_COUNT}
         warps, stages = GATE_UP[rows]
-        gate_up = {**shape, "limit": width.spec.swiglu_limit, "most": GATE_UP_CHUNK, "warps": warps, "stages": stages}
+        gate_up = {**shape, "limit": spec.swiglu_limit, "most": GATE_UP_CHUNK, "warps": warps, "stages": stages}
         down = {**shape, "warps": DOWN[0], "stages": DOWN[1]}
         expected = count * (1 - (1 - topk / count) ** rows)  # distinct experts of independent rows
         matrix, operations = int(expected * (d * i // 2 + d * i // 32)), 2 * rows * topk * d * i
@@ -368,7 +365,7 @@ def _entries(name: str, width: Width, topk: int, count: int) -> list[Entry]:
             ("gate_up", make_gate_up, gate_up, 2),
             ("down", make_down, down, 1),
         ):
-            label = f"{name}.{part}/{width.label}/r{rows}"
+            label = f"experts.{part}/{width.label}/r{rows}"
             floor = (matrices * matrix, matrices * operations)
             found.append(Entry(label, factory, arguments, width.chips, experts_sum, *floor))
     return found

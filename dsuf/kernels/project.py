@@ -214,12 +214,14 @@ def make(*, k: int, rows: int, kind: str, groups: int, warps: int, team: int, st
     return project
 
 
-# By rule, unmeasured, one for all chips. `team` has as many warps a tile as it takes to occupy 132 SMs x 8 warps; it
-# orders sums, so it follows from the weight's shape alone. The first of LAYOUTS (warps, stages) that fits is taken: two
+# By rule, unmeasured, one for all chips. `team` has as many warps a tile as it takes to occupy 132 SMs x 8 warps with the
+# narrowest weight of a K, two chunks a warp at least; it orders sums, so it must not follow from rows. The head, with
+# 8,080 tiles, does not share a kernel with the router. The first of LAYOUTS (warps, stages) that fits is taken: two
 # stages beat more in the fp4 probe, and accumulators of many rows need the registers of half as many warps.
 SM_COUNT = 132
 LAYOUTS = ((16, 2), (8, 4), (8, 3), (8, 2))
 SHARED_LIMIT = 227 * 1024
+WIDE_TILES = 4096
 
 
 @dataclass(frozen=True)
@@ -237,22 +239,22 @@ class Projection:
         return self.groups * -(-self.n // 16)
 
     @property
-    def team(self) -> int:
-        """Warps that share a tile."""
+    def wanted_team(self) -> int:
+        """Warps that share a tile, so that the weight alone occupies the machine."""
         chunks = self.k // chunk_width(self.k, BF16_CHUNK if self.kind == "bf16" else 256)
         team = 1
-        while self.tiles * team < SM_COUNT * 8 and 2 * team <= min(8, chunks):
+        while self.tiles * team < SM_COUNT * 8 and team < 8 and chunks >= 2 * 2 * team:  # two chunks a warp at least
             team *= 2
         return team
 
     @property
     def kernel(self) -> str:
         """Name of the kernel that computes it, without width and rows."""
-        return f"project.{self.kind}_{self.k}_t{self.team}"
+        return f"project.{self.kind}_{self.k}" + ("_wide" if self.tiles >= WIDE_TILES else "")
 
-    def blocks(self, warps: int) -> int:
-        """Grid of a launch with so many warps a block."""
-        return min(SM_COUNT // self.groups, max(1, -(-self.tiles * self.team // warps // self.groups))) * self.groups
+    def blocks(self, warps: int, team: int) -> int:
+        """Grid of a launch of a kernel with so many warps a block and a team."""
+        return min(SM_COUNT // self.groups, max(1, -(-self.tiles * team // warps // self.groups))) * self.groups
 
     def floor(self, rows: int) -> tuple[int, int]:
         """Bytes and operations of a launch."""
@@ -292,16 +294,17 @@ def projections(spec: Spec) -> dict[str, Projection]:
 
 
 def entries(width: Width) -> list[Entry]:
-    """One kernel for each (kind, K, team) and row tile; its floor is that of its largest weight."""
-    largest: dict[str, Projection] = {}
+    """One kernel for each kind and K (and the head's) and row tile; its floor is that of its largest weight."""
+    uses: dict[str, list[Projection]] = {}
     for one in projections(width.spec).values():
-        if one.kernel not in largest or one.n > largest[one.kernel].n:
-            largest[one.kernel] = one
+        uses.setdefault(one.kernel, []).append(one)
     found = []
-    for name, one in largest.items():
+    for name, weights in uses.items():
+        one = max(weights, key=lambda w: w.n)
+        team = max(w.wanted_team for w in weights)
         for rows in width.row_tiles:
-            shape = {"k": one.k, "rows": rows, "kind": one.kind, "groups": one.groups, "team": one.team}
-            shape |= layout_for(one.k, rows, one.kind, one.team)
+            shape = {"k": one.k, "rows": rows, "kind": one.kind, "groups": one.groups, "team": team}
+            shape |= layout_for(one.k, rows, one.kind, team)
             reference = grouped_product if one.groups > 1 else product
             label = f"{name}/{width.label}/r{rows}"
             found.append(Entry(label, make, shape, width.chips, reference, *one.floor(rows)))

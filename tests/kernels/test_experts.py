@@ -56,12 +56,12 @@ def run_layer(layer: Layer, x, chosen, weights, tile: int, chip: str, most: int 
     plan, pairs = plan_of(chosen, tile), tile * topk
     h, sh = np.full((pairs, i), 0x7F, np.uint8), np.full((pairs, scale_stride(i)), 255, np.uint8)
     y = np.full((pairs, d), 0x7FC0, np.uint16)
-    shape = {"d": d, "i": i, "topk": topk, "rows": tile, "chip": chip, "warps": 2, "stages": 2, "blocks": 2}
+    shape = {"d": d, "i": i, "topk": 3, "rows": tile, "chip": chip, "warps": 2, "stages": 2, "blocks": 2}
     all_weights = np.zeros(pairs, np.float32)
     all_weights[: rows * topk] = weights.ravel()
     gate_up = family.make_gate_up(limit=LIMIT, most=most, **shape)
-    execute(gate_up, [layer.w13, codes, scales, plan, all_weights, h, sh, rows])
-    execute(family.make_down(**shape), [layer.w2, h, sh, plan, y, rows])
+    execute(gate_up, [layer.w13, codes, scales, plan, all_weights, h, sh, rows, topk])
+    execute(family.make_down(**shape), [layer.w2, h, sh, plan, y, rows, topk])
     return exact, h, sh, y
 
 
