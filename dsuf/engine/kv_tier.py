@@ -23,7 +23,6 @@ from dsuf.kv import messages as m
 from dsuf.kv.client import EngineClient
 from dsuf.kv.names import ids_bytes
 
-FOUND, NONE = b"found", b"none"  # Request.lease: the web process holds a prefix for it, or has looked and found none
 WAIT_S = 0.05
 GIVE_UP_S = 30.0  # of a claim; the agent's own deadline for a pull is shorter
 _EXTRA_IDS = 3  # after the position of an entry, up to the end of a segment
@@ -64,9 +63,9 @@ class KvTier:
 
     def want(self, key: str, request: Request) -> None:
         visit = self._visits[key] = _Visit(request, time.monotonic())
-        if request.lease == NONE or not self._fits():
+        if request.lease == m.NONE or not self._fits():
             return
-        if request.lease == FOUND:
+        if request.lease == m.FOUND:
             visit.answer = self._client.claim(key)
         else:
             visit.answer = self._client.lookup_ids(key, request.tenant, request.prompt_ids)

@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 Source = Literal["local", "remote"]
+FOUND, NONE = b"found", b"none"  # what web tells the engine of its look-up: the engine claims, or does not look again
 
 
 class Lookup(msgspec.Struct, frozen=True, tag="lookup", omit_defaults=True):

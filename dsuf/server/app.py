@@ -31,6 +31,7 @@ from dsuf.server.drain import Drain
 from dsuf.server.front import Front, problem_response
 from dsuf.server.link import EngineLink
 from dsuf.server.options import ServerOptions
+from dsuf.server.prefixes import Prefixes
 from dsuf.server.problems import HttpProblem
 from dsuf.server.routes import routes
 from dsuf.server.service import Service, to_stderr
@@ -46,9 +47,10 @@ def build_app(
     text: ChatText,
     options: ServerOptions | None = None,
     write_line: Callable[[str], None] = to_stderr,
+    prefixes: Prefixes | None = None,
 ) -> Starlette:
-    """The application over one engine. Log lines go to `write_line`."""
-    service = Service(link, text, options or ServerOptions(), write_line, int(time.time()))
+    """The application over one engine, with saved prefixes if there are any. Log lines go to `write_line`."""
+    service = Service(link, text, options or ServerOptions(), write_line, int(time.time()), prefixes)
 
     app = Starlette(
         routes=routes(),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
@@ -35,19 +37,18 @@ def endpoint(protocol: Protocol) -> Callable[[Request], Awaitable[Response]]:
         service: Service = request.app.state.service
         session = _session_id(request)
         record = Record(service.metrics, service.log, request.scope["request_id"], session, protocol.name)
-        exchange = Exchange(service, record)
+        exchange = Exchange(service, record, f"{protocol.id_prefix}{uuid.uuid4().hex}")
         try:
             exchange.enter()
             body = await read_body(request, service.options)
-            prompt = await in_thread(body, lambda: _prompt(service, protocol, body))
-            exchange.start(prompt, f"{protocol.id_prefix}{uuid.uuid4().hex}")
+            exchange.start(await _prompt(service, protocol, body, exchange.reply_id, tenant_of(request)))
         except ClientDisconnect:
             await exchange.close(Interrupted("disconnect"))
             return _to_nobody()
         except BaseException as error:
             await exchange.close(error)
             raise
-        return EventStream(exchange) if prompt.stream else WholeAnswer(exchange)
+        return EventStream(exchange) if exchange.stream else WholeAnswer(exchange)
 
     return answer
 
@@ -106,9 +107,23 @@ async def in_thread(body: bytes, work: Callable[[], Result]) -> Result:
     return work() if len(body) <= _SHORT_BODY else await asyncio.to_thread(work)
 
 
-def _prompt(service: Service, protocol: Protocol, body: bytes) -> Prompt:
-    """Parse and encode."""
-    return completion(service.text, body) if protocol is COMPLETIONS else service.text.prompt(protocol, body)
+async def _prompt(service: Service, protocol: Protocol, body: bytes, reply_id: str, tenant: str) -> Prompt:
+    """Parse and encode; where caches are kept, the longest saved prefix is looked up in between."""
+    text, prefixes = service.text, service.prefixes
+    if protocol is COMPLETIONS:
+        return replace(await in_thread(body, lambda: completion(text, body)), tenant=tenant)
+    if prefixes is None:
+        return await in_thread(body, lambda: text.prompt(protocol, body))
+    begun = await in_thread(body, lambda: text.begin(protocol, body))
+    return await prefixes.prompt(begun, reply_id, tenant, lambda work: in_thread(body, work))
+
+
+def tenant_of(request: Request) -> str:
+    """Whose saved prefixes a call may use: with several API keys each is a tenant of its own."""
+    if len(request.app.state.service.options.api_keys) < 2:
+        return ""
+    given = request.headers.get("authorization", "").partition(" ")[2].strip() or request.headers.get("x-api-key", "")
+    return hashlib.sha256(given.encode()).hexdigest()[:16]
 
 
 def _session_id(request: Request) -> str | None:

@@ -42,6 +42,8 @@ class Drain:
 
     async def _drain(self, delay_s: float) -> None:
         service = self._service
+        if service.prefixes is not None:
+            await service.prefixes.draining()
         service.log({"event": "drain_begin", "open_requests": service.admission.open})
         loop = asyncio.get_running_loop()
         end = loop.time() + delay_s

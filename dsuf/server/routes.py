@@ -72,7 +72,10 @@ async def readyz(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """GET /metrics."""
     service: Service = request.app.state.service
-    return Response(service.metrics.render(service.options.metrics_names), headers={"content-type": CONTENT_TYPE})
+    text = service.metrics.render(service.options.metrics_names)
+    if service.prefixes is not None:
+        text += await service.prefixes.metrics()
+    return Response(text, headers={"content-type": CONTENT_TYPE})
 
 
 async def load(request: Request) -> Response:

@@ -11,6 +11,7 @@ from dsuf.server.admission import Admission, Slot
 from dsuf.server.link import EngineLink
 from dsuf.server.metrics import Metrics
 from dsuf.server.options import ServerOptions
+from dsuf.server.prefixes import Prefixes
 from dsuf.server.problems import busy
 from dsuf.server.record import as_json, as_text
 from dsuf.text.prompt import ChatText
@@ -31,6 +32,7 @@ class Service:
     options: ServerOptions
     write_line: Callable[[str], None]
     started_at: int  # Unix time, for the list of models
+    prefixes: Prefixes | None = None  # where caches of earlier calls are kept
     draining: bool = False
     exchanges: set[Any] = field(default_factory=set)  # calls that have not ended, for whoever must end them
     admission: Admission = field(init=False)

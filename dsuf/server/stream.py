@@ -50,29 +50,31 @@ _TOLD = {  # why a call was ended from outside, to its client; nobody is left to
 class Exchange:
     """One API call from its arrival to its `request_end` line: `enter`, `start`, then `answer`, and always `close`."""
 
-    def __init__(self, service: Service, record: Record) -> None:
-        self.service, self._record = service, record
+    def __init__(self, service: Service, record: Record, reply_id: str) -> None:
+        self.service, self._record, self.reply_id = service, record, reply_id
         self.call: Call | None = None
         self._slot: Slot | None = None
         self._reply: AnyReply | None = None
         self._deadline: asyncio.TimerHandle | None = None  # of the wait for prefill
         self.protocol: Protocol | None = None  # once the prompt is there
-        self._include_steps = False
+        self.stream = self._include_steps = False
+        self._prompt: Prompt | None = None
+        self._emitted: list[int] = []
 
     def enter(self) -> None:
         """Take a place. Raises HttpProblem 429 or 503 when there is none."""
         self._slot = self.service.enter()
         self.service.exchanges.add(self)
 
-    def start(self, prompt: Prompt, reply_id: str) -> None:
+    def start(self, prompt: Prompt) -> None:
         """Hand the prompt to the engine. Raises EngineGone, or HttpProblem 429 when too many tokens wait ahead."""
         self._record.prompt(prompt)
         self._slot.queue(len(prompt.ids))
-        self.protocol = prompt.protocol
-        self._include_steps = prompt.include_steps
+        self._prompt, self.protocol = prompt, prompt.protocol
+        self.stream, self._include_steps = prompt.stream, prompt.include_steps
         kind = CompletionReply if prompt.protocol is COMPLETIONS else Reply
-        self._reply = kind(self.service.text, prompt, reply_id)
-        self.call = self.service.link.submit(prompt.request(reply_id), self._record.tokens)
+        self._reply = kind(self.service.text, prompt, self.reply_id)
+        self.call = self.service.link.submit(prompt.request(self.reply_id), self._record.tokens)
         wait_s = self.service.options.queue_timeout_s
         self._deadline = asyncio.get_running_loop().call_later(wait_s, self.interrupt, "queue")
 
@@ -84,6 +86,7 @@ class Exchange:
     def take(self, event: CallEvent) -> list[Event]:
         """The protocol's events for one of the engine's. Raises a DsufError when the engine failed."""
         if type(event) is Tokens:
+            self._emitted += event.ids
             return self._with_steps(self._reply.tokens(event))
         if isinstance(event, Admitted):
             self._deadline.cancel()
@@ -99,6 +102,12 @@ class Exchange:
         if not self._include_steps:
             return events
         return [one.with_steps(self.call.steps - 1, self._reply.completion_tokens) for one in events]
+
+    async def keep(self, event: CallEvent) -> None:
+        """If the answer ends with this event, let the next turn find it before the client can send that."""
+        prefixes = self.service.prefixes
+        if prefixes is not None and isinstance(event, Finished) and event.reason in ("stop", "length"):
+            await prefixes.ended(self._prompt, self.reply_id, self._emitted, event.reason == "stop")
 
     def body(self) -> bytes:
         """The whole answer, after the last event, where it is not streamed."""
@@ -121,6 +130,8 @@ class Exchange:
         if self._reply is not None:
             self._reply.close()
         finished = await self.call.settle(_SETTLE_S) if self.call is not None else None
+        if self.service.prefixes is not None:
+            await self.service.prefixes.forget(self.reply_id)
         if self._slot is not None:
             self._slot.leave(finished.stats if finished else None)
         self.service.exchanges.discard(self)
@@ -150,6 +161,7 @@ class _Answer(Response):
                 if exchange.finished:  # by a stop string, in `_direct`
                     break
                 if event is not None:
+                    await exchange.keep(event)
                     await self._pass_on(exchange.take(event))
                 else:
                     await self._break_silence()

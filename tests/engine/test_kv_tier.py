@@ -9,7 +9,7 @@ import random
 import pytest
 
 from dsuf.engine.engine import open_engine
-from dsuf.engine.kv_tier import FOUND, NONE, connect_tier
+from dsuf.engine.kv_tier import connect_tier
 from dsuf.engine.messages import Admitted, Finished, Request, Sampling, Tokens
 from dsuf.engine.options import EngineOptions
 from dsuf.kv import messages as m
@@ -62,9 +62,9 @@ class Server:
     async def _turn(self, request_id, ids, known, reply, end, fields):
         web = WebClient(self.socket)
         found = await web.lookup(request_id, "", segments=[text(name) for name in known])
-        lease = NONE
+        lease = m.NONE
         if isinstance(found, m.Found):
-            lease = FOUND
+            lease = m.FOUND
             assert ids_array(found.ids).tolist() == ids[: len(found.ids) // 4]
         request = Request(request_id, ids, reply, GREEDY, lease=lease, **fields)
         events = await asyncio.to_thread(lambda: run(self.engine, request))
@@ -154,7 +154,7 @@ def test_a_claim_that_does_not_belong_to_the_prompt_is_no_hit(tmp_path, checkpoi
             web = WebClient(a.socket)
             assert isinstance(await web.lookup("2", "", segments=[text("end")]), m.Found)
             events = await asyncio.to_thread(
-                lambda: run(a.engine, Request("2", tokens(200, 6), 4, GREEDY, lease=FOUND))
+                lambda: run(a.engine, Request("2", tokens(200, 6), 4, GREEDY, lease=m.FOUND))
             )
             assert events[0].cached_tokens == 0
             await web.close()

@@ -1,0 +1,83 @@
+"""Saved prefixes in the life of a call: looked up before it is encoded, named when its answer ends, let go at the end.
+
+    body -> rendered, hashed -> agent: longest saved prefix -> its ids checked against our own text -> the rest encoded
+    answer complete -> agent: the end of the answer by its text, before the client hears of the end
+
+The second makes the next turn find it wherever it goes, however fast it comes. An agent that is gone, slow or without a
+prefix costs a bounded moment and never an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+
+from dsuf.kv import messages as m
+from dsuf.kv.client import WebClient
+from dsuf.kv.names import RESUME_TOKENS, ids_array
+from dsuf.text.prompt import Prompt, Unencoded
+
+_LAST_IDS = 8  # more than an entry can lack of its segment's end
+Encode = Callable[[Callable[[], Prompt | None]], Awaitable[Prompt | None]]  # runs it here or in a thread
+
+
+class Prefixes:
+    """The web process's dealings with the agent."""
+
+    def __init__(self, client: WebClient) -> None:
+        self._client = client
+        self.misread = 0  # prefixes whose ids did not read as the prompt's text
+
+    async def prompt(self, begun: Unencoded, reply_id: str, tenant: str, encode: Encode) -> Prompt:
+        """The prompt, with the ids of the longest saved prefix if there is one; it is held under `reply_id` then."""
+        found = await self._client.lookup(reply_id, tenant, segments=begun.digests)
+        prompt, tokens = None, 0
+        if isinstance(found, m.Found):
+            prefix = ids_array(found.ids).tolist()
+            prompt, tokens = await encode(lambda: begun.encode(prefix)), found.tokens
+            if prompt is None:
+                self.misread += 1
+                tokens = 0
+        if prompt is None:
+            prompt = await encode(begun.encode)
+        if len(prompt.ids) - tokens > RESUME_TOKENS:  # a point inside a long text that others have begun alike
+            inner = await self._client.lookup(reply_id, tenant, ids=prompt.ids, beyond=tokens)
+            tokens = inner.tokens if isinstance(inner, m.Found) else tokens
+        return replace(prompt, lease=m.FOUND if tokens else m.NONE, tenant=tenant)
+
+    async def ended(self, prompt: Prompt, reply_id: str, emitted: Sequence[int], whole: bool) -> None:
+        """An answer is complete; `whole`: it ended with its own last token, not by a limit."""
+        if prompt.text_hash is None or not emitted:
+            return
+        ids = list(emitted) if whole else [*emitted, prompt.eos_id]  # the next turn has the mark behind it either way
+        hashed = prompt.text_hash.copy()
+        hashed.ids(ids)
+        last = [*prompt.ids[-_LAST_IDS:], *ids][-_LAST_IDS:]
+        await self._client.alias(reply_id, hashed.digest(), len(prompt.ids) + len(ids), last)
+
+    async def forget(self, reply_id: str) -> None:
+        """The call has ended, however."""
+        await self._client.tell(m.Forget(reply_id))
+
+    async def draining(self) -> None:
+        """The server drains; what it has saved can still be had."""
+        await self._client.tell(m.Leave(True))
+
+    async def metrics(self) -> bytes:
+        """The agent's counters in the text exposition format; nothing while it is not there."""
+        state = await self._client.status()
+        if state is None:
+            return b""
+        lines = [f"# TYPE dsuf_kv_misread_total counter\ndsuf_kv_misread_total {self.misread}"]
+        for name, value in sorted(state.numbers.items()):
+            stem, _, label = name.partition(".")
+            if label:
+                key = "path" if stem == "pulled_bytes" else "kind"
+                lines.append(f'dsuf_kv_{stem}_total{{{key}="{label}"}} {value:g}')
+            else:
+                lines.append(f"dsuf_kv_{stem} {value:g}")
+        return ("\n".join(lines) + "\n").encode()
+
+    async def close(self) -> None:
+        """Hang up; the agent lets go of everything."""
+        await self._client.close()
