@@ -13,7 +13,7 @@ from dsuf.kv.transport.rdma import RdmaTransport
 from dsuf.kv.transport.rdma.messages import Ticket, decode, encode
 from tests.system.rdma.guests import NETWORKS
 from tests.system.rdma.owner import SLOT_BYTES, Owner, RemoteOwner, make_arena, slot_reads
-from tests.system.rdma.reader import Given, few_posted, keys_stay, refused, until, usable_ports
+from tests.system.rdma.reader import Given, few_posted, refused, until, usable_ports
 
 HOST = f"{NETWORKS[0]}.1"
 
@@ -117,7 +117,6 @@ async def check_a_key_is_refused_once_its_lease_is_over(given: Given, notes: lis
     lease, ticket = await given.lease([5])
     await link.read(ticket, slot_reads([5], [0]))
     await given.owner.call("revoke", lease)
-    link._open = keys_stay
     started_s = time.perf_counter()
     with refused("refused the key or the range"):
         await link.read(ticket, slot_reads([5], [1]))
@@ -132,7 +131,7 @@ async def check_a_key_is_refused_over_the_queue_pair_of_another_link(given: Give
     await link.read(ticket, slot_reads([5], [0]))
     for own, stolen in zip(thief._rails, link._rails, strict=True):
         own.keys = stolen.keys
-    thief._open = keys_stay
+    thief._lease = lease
     with refused("refused the key or the range"):
         await thief.read(ticket, slot_reads([5], [1]))
     await thief.close()
@@ -194,7 +193,6 @@ async def check_a_device_without_memory_windows_registers_the_range(given: Given
     await link.read(ticket, slot_reads([7], [0]))
     assert given.arena.digest(0) == (await given.owner.call("digests"))[7]
     await given.owner.call("revoke", lease)
-    link._open = keys_stay
     with refused("refused the key or the range"):
         await link.read(ticket, slot_reads([5], [1]))
     await link.close()

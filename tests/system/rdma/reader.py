@@ -12,7 +12,6 @@ from dsuf.kv.arena import Arena
 from dsuf.kv.transport.base import TransferFailed
 from dsuf.kv.transport.rdma import RdmaTransport, queue_pair
 from dsuf.kv.transport.rdma.link import RdmaLink
-from dsuf.kv.transport.rdma.messages import Ticket
 from tests.system.rdma.owner import SLOT_BYTES, RemoteOwner, slot_reads
 
 
@@ -63,10 +62,6 @@ def refused(reason: str) -> Iterator[None]:
         assert reason in str(error), error
     else:
         raise AssertionError("the transfer was let through")
-
-
-async def keys_stay(granted: Ticket) -> None:
-    """In the place of asking the owner: what a reader does that keeps its old keys."""
 
 
 def usable_ports(report: list[str]) -> int:

@@ -97,6 +97,7 @@ class RdmaLink:
         self._max_segments, self._on_end = max_segments, on_end
         self._waiting: deque[Request] = deque()
         self._posted, self._error = 0, None
+        self._lease: int | None = None  # whose keys the rails have
         self._done: asyncio.Future[None] | None = None
         self._lost_rail_s: float | None = None
         self._ended: str | None = None
@@ -118,7 +119,8 @@ class RdmaLink:
         self._waiting, self._error = deque(requests), None
         if not self._waiting:
             return
-        await self._open(granted)
+        if granted.lease != self._lease:
+            await self._open(granted)
         self._done = asyncio.get_running_loop().create_future()
         self._post()
         try:
@@ -130,11 +132,13 @@ class RdmaLink:
 
     async def _open(self, granted: Ticket) -> None:
         """Have the owner open the lease for our queue pairs."""
+        self._lease = None
         opened = decode(await self._peer.ask(encode(Open(self._number, granted.lease))), Keys).rails
         for rail in self._rails:
             rail.keys = opened[rail.index] if rail.index < len(opened) else ()
             if len(rail.keys) not in (0, len(granted.windows)):
                 raise TransferFailed("rdma: the owner did not send one key for each range")
+        self._lease = granted.lease
 
     def _post(self) -> None:
         """Post what waits as long as a rail has room; settle the read when nothing is left to do."""

@@ -64,6 +64,8 @@ class RdmaOwner:
         mine = [number for number, served in self._links.items() if served.peer == peer]
         for number in mine[: max(0, len(mine) + 1 - MAX_LINKS)]:
             await self._end_link(number)
+        if len({name for name, _ in message.rails}) != len(message.rails):
+            raise TransferFailed("rdma: a port is asked for twice")
         number, served = next(self._numbers), _Served(peer, [])
         self._links[number] = served
         hellos = [self._serve(served, name, hello) for name, hello in message.rails]
@@ -105,9 +107,9 @@ class RdmaOwner:
             raise TransferFailed("rdma: that lease or link is over")
         async with lease.lock:
             if message.link in self._links and message.link not in lease.opened and not lease.over:
-                lease.opened[message.link] = rails = []
-                for pair in served.pairs:
-                    rails.append([] if pair is None else await _bind(pair, lease.windows))
+                lease.opened[message.link] = await asyncio.gather(
+                    *(_bind(pair, lease.windows) for pair in served.pairs)
+                )
             if lease.over or message.link not in lease.opened:
                 raise TransferFailed("rdma: that lease or link is over")
             rails = lease.opened[message.link]
@@ -166,22 +168,16 @@ def _windows(extents: Sequence[Extent]) -> list[tuple[int, int]]:
     return windows
 
 
-async def _bind(pair: QueuePair, ranges: Sequence[tuple[int, int]]) -> list[Window]:
+async def _bind(pair: QueuePair | None, ranges: Sequence[tuple[int, int]]) -> list[Window]:
     """A window for each range; none, with the reason logged, when the rail is out."""
-    windows: list[Window] = []
+    if pair is None:
+        return []
     try:
         async with asyncio.timeout(BIND_S):
-            for offset, length in ranges:
-                windows.append(await pair.open_window(offset, length))
+            return await pair.open_windows(ranges)
     except (TransferFailed, TimeoutError) as error:
         log.warning("rdma: no windows on %s: %s", pair.port, error or "binding takes too long")
-    except BaseException:
-        _close(windows)
-        raise
-    else:
-        return windows
-    _close(windows)
-    return []
+        return []
 
 
 def _close(made: Iterable[Window | QueuePair | None]) -> None:

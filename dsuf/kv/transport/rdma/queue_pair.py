@@ -22,6 +22,7 @@ RETRIES = 6  # never 7: Soft-RoCE takes that for "for ever", and a dead owner is
 RNR_RETRIES = 6
 MIN_RNR_TIMER = 12
 HOP_LIMIT = 64
+BIND_BATCH = DEPTH // 2  # windows bound at once
 
 # Completion statuses that mean something to us; verbs.h has them all (ibv_wc_status).
 SUCCESS, LOCAL_OPERATION, FLUSHED, REMOTE_ACCESS = 0, 2, 5, 10
@@ -138,29 +139,41 @@ class QueuePair:
             for entry in entries:
                 entry.close()
 
-    async def open_window(self, offset: int, length: int) -> Window:
-        """Let the peer read this range of the arena, which lies in one registered piece. Raises TransferFailed."""
+    async def open_windows(self, ranges: Sequence[tuple[int, int]]) -> list[Window]:
+        """Let the peer read these (offset, length) of the arena, each in one registered piece; a window for each.
+
+        Raises TransferFailed, and then none of them is open.
+        """
+        windows: list[Window] = []
+        try:
+            for at in range(0, len(ranges), BIND_BATCH):
+                bound = [self._open_window(*each, windows) for each in ranges[at : at + BIND_BATCH]]
+                if any(status != SUCCESS for status in await asyncio.gather(*bound)):
+                    raise TransferFailed(f"{self.port} cannot bind a window: {self.reason}")
+        except self._verbs.Error as error:
+            _close(windows)
+            raise TransferFailed(f"{self.port} cannot make a key: {error}") from None
+        except BaseException:
+            _close(windows)
+            raise
+        return windows
+
+    def _open_window(self, offset: int, length: int, windows: list[Window]) -> asyncio.Future[int]:
+        """Add a window; the future tells with which status it was bound."""
         verbs, device = self._verbs, self.device
         read, start = verbs.enums.IBV_ACCESS_REMOTE_READ, device.address + offset
-        try:
-            if not device.has_windows:
-                region = verbs.mr.MR(device.domain, length, read, address=start)
-                return Window(self, region, region.rkey)
-            window = verbs.mr.MW(device.domain, verbs.enums.IBV_MW_TYPE_2)
-        except verbs.Error as error:
-            raise TransferFailed(f"{self.port} cannot make a key: {error}") from None
-        bound = asyncio.get_running_loop().create_future()
-        try:
-            request = verbs.wr.SendWR(opcode=verbs.enums.IBV_WR_BIND_MW, send_flags=verbs.enums.IBV_SEND_SIGNALED)
-            request.set_bind_wr(window, verbs.mr.MWBindInfo(device.piece(offset), start, length, read))
-            rkey = request.rkey
-            self._post(request, lambda status: None if bound.done() else bound.set_result(status))
-            if await bound != SUCCESS:
-                raise TransferFailed(f"{self.port} cannot bind a window: {self.reason}")
-        except BaseException:
-            window.close()
-            raise
-        return Window(self, window, rkey)
+        bound = self._loop.create_future()
+        if not device.has_windows:
+            region = verbs.mr.MR(device.domain, length, read, address=start)
+            windows.append(Window(self, region, region.rkey))
+            bound.set_result(SUCCESS)
+            return bound
+        window = verbs.mr.MW(device.domain, verbs.enums.IBV_MW_TYPE_2)
+        request = verbs.wr.SendWR(opcode=verbs.enums.IBV_WR_BIND_MW, send_flags=verbs.enums.IBV_SEND_SIGNALED)
+        request.set_bind_wr(window, verbs.mr.MWBindInfo(device.piece(offset), start, length, read))
+        windows.append(Window(self, window, request.rkey))
+        self._post(request, lambda status: None if bound.done() else bound.set_result(status))
+        return bound
 
     def fail(self, reason: str) -> None:
         """End it: what is posted comes back flushed, soon."""
@@ -214,3 +227,8 @@ class QueuePair:
         while count == 64 and self._pair is not None:
             count, completions = self._queue.poll(64)
             yield from ((completion.wr_id, completion.status) for completion in completions)
+
+
+def _close(windows: Sequence[Window]) -> None:
+    for window in windows:
+        window.close()

@@ -49,9 +49,7 @@ class Rails:
         usable = []
         for port in self._ports.values():
             windows = self._devices[port.device].has_windows
-            usable.append(
-                f"{port}, keys by {'memory windows' if windows else 'registration: it has no memory windows'}"
-            )
+            usable.append(f"{port}, keys by {'memory windows' if windows else 'registration, it has no windows'}")
         return usable + self.reasons
 
     def make_pair(self, name: str, kind: str, *, serves: bool) -> tuple[QueuePair, Hello, Gid]:
@@ -93,9 +91,6 @@ class Rails:
     def _adopt(self, found: list[Port], reasons: list[str], opened: Iterable[Device]) -> None:
         self._devices |= {device.name: device for device in opened}
         self._ports = {port.name: port for port in found}
-        if reasons != self.reasons:
-            for reason in reasons:
-                log.warning("rdma: %s", reason)
         self.reasons = reasons
         for pair in list(self._pairs):
             if pair.port not in self._ports:
@@ -108,8 +103,12 @@ class Rails:
             self._wake.clear()
             if self._stop:
                 return
+            before = self.report()
             found, reasons, opened = await asyncio.to_thread(self._scan)
             self._adopt(found, reasons, opened)
+            for line in self.report():
+                if line not in before:
+                    log.warning("rdma: %s", line)
             for device in opened:
                 self._watch_device(device)
 

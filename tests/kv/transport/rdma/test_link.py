@@ -303,6 +303,20 @@ def test_too_few_keys_or_a_torn_ticket_fail_the_read():
     run(scenario())
 
 
+def test_keys_are_asked_for_once_a_lease():
+    async def scenario():
+        pair = FakePair()
+        link, owner, _ = make([pair])
+        for lease in (5, 5, 6):
+            task = asyncio.create_task(link.read(encode(Ticket(lease, [(0, MIB)])), [Read(0, 0, MIB)]))
+            await settle()
+            pair.complete()
+            await task
+        assert owner.asked == [Open(7, 5), Open(7, 6)]
+
+    run(scenario())
+
+
 def test_a_request_that_cannot_be_posted_fails_the_read():
     async def scenario():
         pair = FakePair()

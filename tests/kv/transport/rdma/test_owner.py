@@ -28,11 +28,16 @@ class FakePair:
         if not self.joins:
             raise TransferFailed(f"{self.port} cannot connect")
 
-    async def open_window(self, offset, length):
-        await asyncio.sleep(self.bind_s)
-        window = FakeWindow(self, 1000 * id(self) + offset)
-        self.windows.append(window)
-        return window
+    async def open_windows(self, ranges):
+        windows = [FakeWindow(self, 1000 * id(self) + offset) for offset, _ in ranges]
+        self.windows += windows
+        try:
+            await asyncio.sleep(self.bind_s)
+        except asyncio.CancelledError:
+            for window in windows:
+                window.close()
+            raise
+        return windows
 
     def close(self):
         self.closed = True
@@ -172,6 +177,16 @@ def test_a_rail_that_cannot_be_joined_is_left_out_and_without_any_the_link_fails
     run(scenario())
 
 
+def test_a_port_is_not_given_twice_to_one_link():
+    async def scenario():
+        rails = FakeRails("p0")
+        with pytest.raises(TransferFailed, match="twice"):
+            await connect(RdmaOwner(rails, 0), ports=("p0", "p0"))
+        assert rails.pairs == []
+
+    run(scenario())
+
+
 def test_a_rail_that_does_not_bind_in_time_has_no_keys(monkeypatch):
     async def scenario():
         monkeypatch.setattr(module, "BIND_S", 0.01)
@@ -214,7 +229,7 @@ def test_an_opening_that_is_cancelled_leaves_no_window_open():
         rails.pairs[0].bind_s = 0.01
         await owner.expose("a#1", 1, [Extent(0, 10), Extent(20, 10)])
         opening = asyncio.create_task(open_(owner, link, 1))
-        await asyncio.sleep(0.015)
+        await asyncio.sleep(0.005)
         opening.cancel()
         await asyncio.sleep(0)
         await owner.revoke(1)
