@@ -16,6 +16,7 @@ from dsuf.engine.messages import FinishReason, TokenLogprobs
 from dsuf.engine.sequence import Sequence, StepRecord
 from dsuf.engine.tier import Buffer
 
+MOST_REWOUND = 24  # tokens that a sequence can go back, and a snapshot can lie behind
 Progress = Callable[[str, float], None]  # what is being loaded, share of it done 0..1
 
 

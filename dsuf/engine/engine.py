@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from dsuf.engine.backend import Backend, Emitted, Limits, Progress
+from dsuf.engine.backend import MOST_REWOUND, Backend, Emitted, Limits, Progress
 from dsuf.engine.check import check_request
 from dsuf.engine.constraint import ConstraintFactory
 from dsuf.engine.gate import Gate
@@ -35,8 +35,6 @@ __all__ = ["Engine", "EngineOptions", "Progress", "open_engine"]
 ClassMap = Callable[["Checkpoint"], "np.ndarray | None"]
 Grammars = Callable[["Checkpoint"], ConstraintFactory | None]
 TierFactory = Callable[[Limits], Tier | None]
-
-MOST_REWOUND = 24  # tokens
 
 
 class Engine:

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from dsuf.engine.backend import Backend
+from dsuf.engine.backend import MOST_REWOUND, Backend
 from dsuf.engine.sequence import Sequence
 from dsuf.engine.tier import PENDING, Tier
 from dsuf.errors import UsageError
-from dsuf.layout import PAGE_TOKENS
 
 
 class Saver:
@@ -23,7 +22,7 @@ class Saver:
         self.tier = tier
         self._backend = backend
         self._every = resume_every
-        self._saved: dict[str, int] = {}  # position of the latest entry of a sequence, or of its hit
+        self._saved: dict[str, int] = {}  # latest position that a sequence was or could not be saved at, or its hit's
         self._after: deque[tuple[int, Callable[[], None]]] = deque()  # to be called when a copy has ended
 
     @property
@@ -65,9 +64,9 @@ class Saver:
             self.save_periodic(sequence, sequence.prefilled)
 
     def save_periodic(self, sequence: Sequence, position: int) -> None:
-        """Save the last multiple of `resume_every` up to `position`, if it is new."""
+        """Save the last multiple of `resume_every` up to `position`, if it is new and not out of reach."""
         point = position // self._every * self._every
-        if point > self._saved.get(sequence.id, 0) and position - point < PAGE_TOKENS:
+        if position - point <= MOST_REWOUND:
             self._save(sequence, point, periodic=True)
 
     def save_reply(self, sequence: Sequence) -> None:
@@ -91,11 +90,11 @@ class Saver:
     def _save(self, sequence: Sequence, most: int, *, periodic: bool) -> None:
         step = self._backend.limits.resume_step
         position, key = most // step * step, sequence.id
-        if position <= self._saved.get(key, 0):
+        if position <= self._saved.get(key, 0):  # nothing new, or no room was found for it a moment ago
             return
+        self._saved[key] = position
         reserved = self.tier.reserve(key, sequence.ids, position, periodic=periodic)
         if reserved is None:
             return
-        self._saved[key] = position
         copy = self._backend.snapshot(sequence, position, reserved.pages, reserved.state)
         self._after.append((copy, lambda: self.tier.ready(reserved)))

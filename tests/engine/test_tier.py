@@ -78,6 +78,19 @@ def test_long_prompts_and_replies_are_saved_on_the_way():
     assert cached(run(engine, Request("b", edited, 5, GREEDY))["b"]) == 256
 
 
+def test_nothing_is_saved_where_there_is_no_room_and_the_next_point_is_tried_again():
+    engine, tier = tier_engine(resume_every=128, verify=3)
+    tier.full = True
+    engine.submit(Request("a", prompt_of(300), 200, GREEDY))
+    while len(engine._sequences["a"].emitted) < 110:
+        engine.step()
+    tier.full = False
+    while not engine.idle:
+        engine.step()
+    assert sorted(map(len, tier.entries)) == [498]
+    tier.check_idle()
+
+
 def test_a_look_up_that_takes_long_holds_up_nobody_else():
     engine, tier = tier_engine(delay=7)
     run(engine, Request("a", prompt_of(100), 5, GREEDY))

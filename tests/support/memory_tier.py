@@ -16,10 +16,13 @@ class Entry(Reserved):
 
 
 class MemoryTier:
-    """`delay`: turns for which a look-up is pending. Full pages are kept once, by all ids up to their end."""
+    """`delay`: turns for which a look-up is pending; `full`: there is no room.
+
+    Full pages are kept once, by all ids up to their end.
+    """
 
     def __init__(self, limits: Limits, delay: int = 0) -> None:
-        self.limits, self.delay = limits, delay
+        self.limits, self.delay, self.full = limits, delay, False
         self.entries: dict[tuple[int, ...], Entry] = {}
         self.pages: dict[tuple[int, ...], bytearray] = {}
         self.live: dict[str, int] = {}  # asked so often
@@ -49,6 +52,8 @@ class MemoryTier:
         self.leased.remove(key)
 
     def reserve(self, key, ids, position, *, periodic):
+        if self.full:
+            return None
         assert key in self.live and position % self.limits.resume_step == 0 and 0 < position <= len(ids)
         names = {number: self._page_name(tuple(ids[:position]), number) for number in range(pages_for(position))}
         new = {number: bytearray(self.limits.page_bytes) for number, name in names.items() if name not in self.pages}

@@ -69,6 +69,18 @@ def test_a_restored_sequence_goes_on_as_the_one_that_stayed(model_of, config, da
         assert_goes_on_alike(model, twice, stayed, ids_of(model, 6, 3))
 
 
+@pytest.mark.parametrize("numerics", ["qdq32", "bf16"])
+def test_other_quantised_numerics_lose_nothing_either(model_of, numerics):
+    model = model_of("micro", numerics)
+    ids = ids_of(model, 12, 45)
+    stayed = prefilled(model, ids, "truncated")
+    went = restored(model, 44, saved(model, stayed, 44))
+    stayed.rewind(44)
+    for caches in (went, stayed):
+        stepped(model, caches, ids[44:])
+    assert_goes_on_alike(model, went, stayed, ids_of(model, 13, 12))
+
+
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("packed_size", [None, 1000])
 def test_a_prompt_goes_on_over_what_was_restored(model_of, config, packed_size):
