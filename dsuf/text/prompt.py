@@ -7,7 +7,6 @@ come from the recipe's prompt encoding, which keeps special-token spellings insi
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -21,11 +20,10 @@ import msgspec
 from dsuf.engine.messages import Request, Sampling
 from dsuf.errors import CheckpointError, NotSupported, PromptError
 from dsuf.spec import Spec
-from dsuf.text.fields import MAX_NEW_TOKENS, Extensions, decode, output_schema, several_calls
-from dsuf.text.grammar import Grammar
+from dsuf.text.answer_grammar import answer_grammar
+from dsuf.text.fields import MAX_NEW_TOKENS, Extensions, decode
 from dsuf.text.protocols import CHAT, MESSAGES, RESPONSES, Protocol
 from dsuf.text.segments import PromptEncoder, Rendering, TextHash
-from dsuf.text.tool_grammar import tool_call_grammar
 from dsuf.text.vocabulary import Vocabulary, read_vocabulary
 
 MODEL_NAMES = (
@@ -40,6 +38,7 @@ MODEL_NAMES = (
 NO_THINKING_NAMES = ("deepseek-chat",)  # keeps its older meaning: thinking off unless asked for
 THINKING_MIN_TOP_P = 0.95  # the recipe says so in single precision
 OTHER_NAMES = "claude"  # Messages only: names that begin so are served by this model, as the public API does
+TINY_PROMPT, TINY_ANSWER = 1024, 64  # tokens; the official harness asks for a title of 64 beside each conversation
 NO_IMAGES = "image input is not supported by this build"
 
 
@@ -78,8 +77,9 @@ class Prompt:
     stops: tuple[str, ...] = ()  # text completions: their own stop strings
     echoed: str = ""  # text completions: the prompt, where it is asked for in front of the answer
 
-    def request(self, request_id: str, priority: int = 0) -> Request:
-        """The engine's request under `request_id`."""
+    def request(self, request_id: str) -> Request:
+        """The engine's request under `request_id`. A title or the like, short in and out, goes before others."""
+        is_tiny = len(self.ids) <= TINY_PROMPT and self.max_tokens <= TINY_ANSWER
         return Request(
             id=request_id,
             prompt_ids=self.ids,
@@ -89,7 +89,7 @@ class Prompt:
             ignore_eos=self.ignore_eos,
             min_tokens=self.min_tokens,
             constraint=self.constraint,
-            priority=priority,
+            priority=int(is_tiny),
             segments=self.segments,
             lease=self.lease,
             tenant=self.tenant,
@@ -223,7 +223,7 @@ class ChatText:
     def made(self, protocol: Protocol, asked: _Asked, ids: list[int], begin: float) -> Prompt:
         """Limits and sampling for an encoded request; `begin` is when its work began."""
         converted, extensions = asked.converted, asked.extensions
-        constraint = self._constraint(protocol, asked)
+        constraint = answer_grammar(protocol, asked.document, converted, extensions, self.vocabulary)
         max_tokens = self.max_tokens(converted, len(ids))
         limit = converted.inference_options.max_tokens or max_tokens
         return Prompt(
@@ -276,36 +276,6 @@ class ChatText:
         """Ids of the rendered prompt. Raises NotSupported for images."""
         _refuse_images(conversation)
         return self._encoding.encode(conversation)
-
-    def _constraint(self, protocol: Protocol, asked: _Asked) -> Grammar | None:
-        """What the answer must fit, checked: a schema, a regular expression, or the call that must be made."""
-        conversation, known = asked.converted.conversation, self.vocabulary
-        given = asked.converted.inference_options.output_constraint
-        schema = output_schema(asked.document) if protocol is MESSAGES else None
-        if conversation.response_format == "json_schema":
-            schema = given.schema if given.kind == "json" else json.dumps(conversation.response_schema)
-        elif conversation.response_format == "json_object":
-            schema = ""
-        demanded = given is not None and given.kind == "tool_call_required"
-        calls = given is not None and given.kind == "tool_call"
-        stage = asked.converted.parsing_options.thinking_initial_stage
-        think_end = known.think_end_id if stage is not None and stage.starts_in_reasoning() else None
-        if demanded:
-            made = tool_call_grammar(given.schema, known.dsml_id, several_calls(asked.document))
-        elif schema is not None:
-            made = Grammar("json", schema, think_end, known.call_start if calls else ())
-        elif conversation.response_format == "regex":
-            if calls:
-                raise NotSupported("response_format regex beside tools is not supported by this build. Use either.")
-            made = Grammar("regex", conversation.response_regex, think_end)
-        else:
-            return None
-        if conversation.messages[-1].prefix:
-            raise NotSupported("a constrained answer that continues a prefix is not supported by this build.")
-        if asked.extensions.ignore_eos or (asked.extensions.min_tokens or 0) > 1:
-            raise NotSupported("ignore_eos and min_tokens are not supported with a constrained answer. Leave them out.")
-        made.check()
-        return made
 
     def max_tokens(self, converted: dr.ConversationRequest, prompt_tokens: int) -> int:
         """Tokens that may be made: as asked, else the checkpoint's default, else the recipe's; cut to the room left."""

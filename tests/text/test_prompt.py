@@ -367,3 +367,31 @@ def test_tokens_that_end_inside_a_character_are_known():
     emoji = encode("👋")
     assert len(emoji) > 1 and all(token in open_ids for token in emoji)
     assert not any(token in open_ids for token in encode("Hello, world. é 中文 <think>"))
+
+
+def test_titles_go_before_others():
+    assert prompt(max_tokens=64).request("x").priority == 1
+    assert prompt(max_tokens=65).request("x").priority == 0
+    long = [{"role": "user", "content": "word " * 1100}]
+    assert prompt(max_tokens=64, messages=long).request("x").priority == 0
+
+
+def test_what_an_answer_must_fit_is_asked_of_the_engine():
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer"}}}
+    asked = [{"role": "user", "content": "json"}]
+
+    def constraint(**fields):
+        text = prompt(messages=asked, **fields).request("x").constraint
+        return text and json.loads(text)
+
+    assert constraint() is None and constraint(tools=[tool]) is None
+    assert constraint(**OFF, response_format=schema) == {"kind": "json", "text": '{"type":"integer"}'}
+    assert constraint(**OFF, response_format={"type": "json_object"}) == {"kind": "json", "text": ""}
+    assert constraint(**OFF, response_format={"type": "regex", "regex": "a+"}) == {"kind": "regex", "text": "a+"}
+    assert constraint(response_format=schema)["think_end"] == 128822
+    assert constraint(response_format=schema, tools=[tool])["call_start"] == [*encode("\n\n<"), 128825]
+    demanded = constraint(**OFF, tools=[tool], tool_choice="required")
+    assert demanded["kind"] == "lark" and "call+" in demanded["text"]
+    alone = constraint(**OFF, tools=[tool], tool_choice="required", parallel_tool_calls=False)
+    assert "call+" not in alone["text"]
