@@ -214,10 +214,10 @@ def make(*, k: int, rows: int, kind: str, groups: int, warps: int, team: int, st
     return project
 
 
-# By rule, unmeasured, one for all chips. `team` has as many warps a tile as it takes to occupy 132 SMs x 8 warps with the
-# narrowest weight of a K, two chunks a warp at least; it orders sums, so it must not follow from rows. The head, with
-# 8,080 tiles, does not share a kernel with the router. The first of LAYOUTS (warps, stages) that fits is taken: two
-# stages beat more in the fp4 probe, and accumulators of many rows need the registers of half as many warps.
+# By rule, unmeasured, one for all chips. `team` has as many warps a tile as it takes to occupy 132 SMs x 8 warps with
+# the narrowest weight of a K, two chunks a warp at least; it orders sums, so it must not follow from rows. The head,
+# with 8,080 tiles, does not share a kernel with the router. The first of LAYOUTS (warps, stages) that fits is taken:
+# two stages beat more in the fp4 probe, and accumulators of many rows need the registers of half as many warps.
 SM_COUNT = 132
 LAYOUTS = ((16, 2), (8, 4), (8, 3), (8, 2))
 SHARED_LIMIT = 227 * 1024

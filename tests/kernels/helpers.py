@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -37,10 +37,22 @@ def q8_rows(x: np.ndarray, tile: int) -> tuple[np.ndarray, np.ndarray, np.ndarra
     return codes, scales, qdq.q8_decode(codes[:rows], scales[:rows, : k // 32]).astype(np.float64)
 
 
-def execute(kernel: Kernel, arguments: Sequence[np.ndarray | int], grid: tuple[int, int] | None = None) -> None:
-    """Run on the interpreter; arrays are read and written in place, writeable ones that hold only NaN are outputs."""
+Argument = np.ndarray | int
+
+
+def on_interpreter(kernel: Kernel, arguments: Sequence[Argument], grid: tuple[int, int] | None) -> None:
+    """Run on the CPU."""
     memory = GlobalMemory()
     run(kernel, memory, [memory.add(a) if isinstance(a, np.ndarray) else a for a in arguments], grid=grid)
+
+
+runners: list[Callable[[Kernel, Sequence[Argument], tuple[int, int] | None], None]] = [on_interpreter]
+
+
+def execute(kernel: Kernel, arguments: Sequence[Argument], grid: tuple[int, int] | None = None) -> None:
+    """Run a kernel on arrays, which it reads and writes in place: on the interpreter, or on a GPU (conftest.py)."""
+    for runner in runners:
+        runner(kernel, arguments, grid)
 
 
 def values(bits: np.ndarray) -> np.ndarray:
