@@ -16,6 +16,8 @@ from recipes.toy import quantise
 from recipes.toy.layers import Linear, Mode, Norm, rope
 from recipes.toy.quantise import straight_through
 
+SINK_COLUMNS = 4  # one real; with four, rows of probabilities stay aligned for the matrix units
+
 
 @dataclass(frozen=True)
 class Group:
@@ -149,7 +151,9 @@ class Attention(nn.Module):
         self.wq_b = Linear(mode, fp8, self.heads * self.width, rank)
         self.wkv = Linear(mode, fp8, self.width, spec.hidden_size)
         self.kv_norm = Norm(mode, self.width)
-        self.wo_a = Linear(mode, fp8, spec.o_groups * spec.o_lora_rank, self.heads * self.width // spec.o_groups, plain=True)
+        self.wo_a = Linear(
+            mode, fp8, spec.o_groups * spec.o_lora_rank, self.heads * self.width // spec.o_groups, plain=True
+        )
         self.wo_b = Linear(mode, fp8, spec.hidden_size, spec.o_groups * spec.o_lora_rank)
         self.attn_sink = nn.Parameter(torch.zeros(self.heads))
         if role and role.is_kv_source:
@@ -230,25 +234,26 @@ class Attention(nn.Module):
     def _attend(self, shared: Pass, number: int, q: Tensor, k: Tensor) -> Tensor:
         """q [B, T, H, d], window keys [B, T, d] -> [B, T, H, d]."""
         group = shared.groups[number]
+        q = q * self.scale
         keys, window = self._window_scores(shared, group, q, k)
-        sink = self.attn_sink.view(1, 1, -1, 1).expand(*q.shape[:3], 1)
+        sink = _sink_columns(self.attn_sink).expand(*q.shape[:3], -1)
+        span = window.shape[-1]
         if not self.role.ratio:
-            p = torch.softmax(torch.cat((window, sink), -1), -1)[..., :-1]
-            return self._window_values(p, keys)
+            return self._window_values(torch.softmax(torch.cat((window, sink), -1), -1)[..., :span], keys)
         entries = shared.entries[number][0]
-        far = torch.einsum("bthd,bnd->bthn", q, entries) * self.scale
+        far = torch.einsum("bthd,bnd->bthn", q, entries)
         if shared.probes:
             self._observe(shared, number, window, far, sink)
         far = far.masked_fill(~shared.selection[number].unsqueeze(2), -torch.inf)
         p = torch.softmax(torch.cat((window, sink, far), -1), -1)
-        span = window.shape[-1]
-        return self._window_values(p[..., :span], keys) + torch.einsum("bthn,bnd->bthd", p[..., span + 1 :], entries)
+        values = torch.einsum("bthn,bnd->bthd", p[..., span + SINK_COLUMNS :], entries)
+        return self._window_values(p[..., :span], keys) + values
 
     def _window_scores(self, shared: Pass, group: Group, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """-> keys [B, blocks, 2W, d] and masked scores [B, T, H, 2W]."""
         span = self.spec.sliding_window
         keys = _with_previous(k.unflatten(1, (-1, span)))
-        scores = torch.einsum("bcqhd,bckd->bcqhk", q.unflatten(1, (-1, span)), keys) * self.scale
+        scores = torch.einsum("bcqhd,bckd->bcqhk", q.unflatten(1, (-1, span)), keys)
         at = group.take(shared.position).unflatten(1, (-1, span))
         key_at = _with_previous(at.unsqueeze(-1), missing=-(1 << 40)).squeeze(-1)
         distance = at.unsqueeze(-1) - key_at.unsqueeze(-2)
@@ -269,7 +274,12 @@ class Attention(nn.Module):
         visible = visible_entries(window.shape[1], self.role.ratio, far.device)[rows].unsqueeze(2)
         there = _rows(far, rows).masked_fill(~visible, -torch.inf)
         p = torch.softmax(torch.cat((_rows(window, rows), _rows(sink, rows), there), -1), -1)
-        shared.probe_mass[number] += p[..., window.shape[-1] + 1 :].sum(2)
+        shared.probe_mass[number] += p[..., window.shape[-1] + SINK_COLUMNS :].sum(2)
+
+
+def _sink_columns(sink: Tensor) -> Tensor:
+    """[H] -> [1, 1, H, SINK_COLUMNS]: the sink and columns without weight."""
+    return nn.functional.pad(sink.view(1, 1, -1, 1), (0, SINK_COLUMNS - 1), value=-torch.inf)
 
 
 def _put(items: list, number: int, item: object) -> None:

@@ -109,7 +109,9 @@ def _belongs(pool: str, s: Sequence) -> bool:
 class Sampler:
     """Endless batches of one shape."""
 
-    def __init__(self, corpus: Corpus, spec: Spec, shapes: tuple[Shape, ...], rows: int, anchors: int, seed: int) -> None:
+    def __init__(
+        self, corpus: Corpus, spec: Spec, shapes: tuple[Shape, ...], rows: int, anchors: int, seed: int
+    ) -> None:
         self.corpus, self.spec, self.shapes, self.rows, self.anchors = corpus, spec, shapes, rows, anchors
         self.rng = np.random.default_rng(seed)
         self.order: dict[tuple[str, bool], list[Sequence]] = {}
@@ -131,7 +133,9 @@ class Sampler:
         """Put sequences at their first rows; truncated: True or False for all, None at random."""
         rng, corpus = self.rng, self.corpus
         cut = rng.integers(0, len(corpus.stream) - self.tokens)
-        ids = corpus.stream[cut : cut + self.tokens].copy()  # unused places hold other text, so that routing stays natural
+        ids = corpus.stream[
+            cut : cut + self.tokens
+        ].copy()  # unused places hold other text, so that routing stays natural
         position, start = np.zeros(self.tokens, np.int64), np.zeros(self.tokens, np.int64)
         for s, first, length in placed:
             ids[first : first + len(s.ids)] = s.ids
@@ -139,7 +143,9 @@ class Sampler:
             begin = self._decoder_start(s, truncated)
             start[first + begin : first + length] = position[first + begin] if begin else 0
         rows, targets, weights, kinds = self._losses(placed)
-        probes = tuple(self._probes(shape, group, placed) for shape, group in zip(self.shapes, self.groups, strict=True))
+        probes = tuple(
+            self._probes(shape, group, placed) for shape, group in zip(self.shapes, self.groups, strict=True)
+        )
         return Arrays(ids, position, start, rows, targets, weights, kinds, self._anchors(placed, start), probes)
 
     def _draw(self, name: str, limit: int) -> Sequence:
@@ -181,7 +187,9 @@ class Sampler:
         return cut if way < 0.6 else 0 if way < 0.85 else int(self.rng.integers(0, cut + 1))
 
     def _losses(self, placed: list[tuple[Sequence, int, int]]) -> tuple[np.ndarray, ...]:
-        rows = np.concatenate([np.arange(first + s.prompt - 1, first + len(s.ids) - 1) for s, first, _ in placed])[: self.rows]
+        rows = np.concatenate([np.arange(first + s.prompt - 1, first + len(s.ids) - 1) for s, first, _ in placed])[
+            : self.rows
+        ]
         targets = np.concatenate([s.ids[s.prompt :] for s, _, _ in placed])[: self.rows]
         kinds = np.concatenate([np.full(len(s.ids) - s.prompt, s.group) for s, _, _ in placed])[: self.rows]
         names = self.corpus.group_names

@@ -60,7 +60,9 @@ def stored(module: nn.Module) -> dict[str, tuple[str, np.ndarray]]:
     return tensors
 
 
-def write_folder(out: Path, config: dict[str, Any], tensors: dict[str, tuple[str, np.ndarray]], tokenizer: str, classes: np.ndarray) -> None:
+def write_folder(
+    out: Path, config: dict[str, Any], tensors: dict[str, tuple[str, np.ndarray]], tokenizer: str, classes: np.ndarray
+) -> None:
     """Write the files of a checkpoint and open it. Raises CheckpointError when the inventory does not fit."""
     out.mkdir(parents=True, exist_ok=True)
     header: dict[str, Any] = {}
@@ -113,7 +115,9 @@ def main() -> None:
     write_folder(arguments.out, config, tensors, tokenizer, classes)
     print(f"{arguments.out}: {len(tensors)} tensors, {sum(a.nbytes for _, a in tensors.values()):,} bytes")
     if arguments.pack:
-        print(f"{arguments.pack}: sha256 {pack(arguments.out, arguments.pack)}, {arguments.pack.stat().st_size:,} bytes")
+        print(
+            f"{arguments.pack}: sha256 {pack(arguments.out, arguments.pack)}, {arguments.pack.stat().st_size:,} bytes"
+        )
 
 
 if __name__ == "__main__":

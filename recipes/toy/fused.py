@@ -166,7 +166,18 @@ class Sinkhorn(torch.autograd.Function):
 
 
 @triton.jit
-def _rope(x_ptr, cos_ptr, sin_ptr, y_ptr, rows, HEADS: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr, TURN: tl.constexpr, BLOCK: tl.constexpr):
+def _rope(
+    x_ptr,
+    cos_ptr,
+    sin_ptr,
+    y_ptr,
+    rows,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROPE: tl.constexpr,
+    TURN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, WIDTH)
     inside = (row < rows)[:, None]
@@ -219,7 +230,20 @@ def _unfold_forward(out_ptr, x_ptr, post_ptr, comb_ptr, y_ptr, n, WIDTH: tl.cons
 
 
 @triton.jit
-def _unfold_backward(g_ptr, out_ptr, x_ptr, post_ptr, comb_ptr, dout_ptr, dx_ptr, dpost_ptr, dcomb_ptr, n, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _unfold_backward(
+    g_ptr,
+    out_ptr,
+    x_ptr,
+    post_ptr,
+    comb_ptr,
+    dout_ptr,
+    dx_ptr,
+    dpost_ptr,
+    dcomb_ptr,
+    n,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < n
     column = tl.arange(0, WIDTH)[None, :]
@@ -281,7 +305,11 @@ def check() -> None:
     _compare(lambda t: Sinkhorn.apply(t, 20, 1e-6), lambda t: layers.Sinkhorn.apply(t, 20, 1e-6), c)
     angle = torch.randn(512, 8, device="cuda")
     q = torch.randn(512, 4, 64, device="cuda")
-    _compare(lambda t: Rope.apply(t, angle.cos(), angle.sin(), -1), lambda t: layers.rope(t, angle.cos(), angle.sin(), True), q)
+    _compare(
+        lambda t: Rope.apply(t, angle.cos(), angle.sin(), -1),
+        lambda t: layers.rope(t, angle.cos(), angle.sin(), True),
+        q,
+    )
     given = [torch.randn(shape, device="cuda") for shape in ((512, 128), (512, 4, 128), (512, 4), (512, 4, 4))]
     _compare(Unfold.apply, layers.unfold, *given)
 

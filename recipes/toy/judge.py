@@ -42,7 +42,9 @@ def packs(sequences: list[Sequence], tokens: int) -> Iterator[list[Sequence]]:
 
 
 @torch.no_grad()
-def judge(backbone: Backbone, drafter: Drafter | None, sequences: list[Sequence], truncated: bool, tokens: int = 32768) -> list[Verdict]:
+def judge(
+    backbone: Backbone, drafter: Drafter | None, sequences: list[Sequence], truncated: bool, tokens: int = 32768
+) -> list[Verdict]:
     """Teacher-forced verdicts with weights that `prepare` has rounded."""
     verdicts, span = [], backbone.spec.sliding_window
     device = backbone.norm.weight.device
@@ -55,7 +57,9 @@ def judge(backbone: Backbone, drafter: Drafter | None, sequences: list[Sequence]
             begin = max(0, s.prompt - span) if truncated else 0
             start[i, begin:] = begin
         position = np.tile(np.arange(length), len(pack))
-        batch = Batch((Group(0, len(pack), length),), *(torch.as_tensor(a.reshape(-1)).to(device) for a in (ids, position, start)))
+        batch = Batch(
+            (Group(0, len(pack), length),), *(torch.as_tensor(a.reshape(-1)).to(device) for a in (ids, position, start))
+        )
         x, taps, _ = backbone(batch)
         for i, s in enumerate(pack):
             first = i * length
@@ -100,5 +104,7 @@ def table(verdicts: list[Verdict]) -> str:
         exact = sum(v.margin > 0 for v in part)
         steps = [n for v in part for n in v.emitted]
         pace = f"{np.mean(steps):.2f}" if steps else "-"
-        lines.append(f"{name:24s} {exact:4d}/{len(part):4d} exact, margin {worst.margin:6.2f} ({worst.sequence.name}), {pace} tokens a step")
+        lines.append(
+            f"{name:24s} {exact:4d}/{len(part):4d} exact, margin {worst.margin:6.2f} ({worst.sequence.name}), {pace} tokens a step"
+        )
     return "\n".join(lines)

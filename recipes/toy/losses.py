@@ -11,6 +11,7 @@ from recipes.toy.drafter import Anchors, Drafter
 from recipes.toy.model import Backbone
 
 MARGIN = 6.0  # logits between the right token and the best other one, below which a row is pushed
+ENOUGH = 8.0  # margin above which a row teaches nothing more, so that parts do not all learn the same thing
 
 
 def margins(logits: Tensor, targets: Tensor) -> Tensor:
@@ -23,7 +24,8 @@ def token_loss(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor
     """Weighted cross entropy plus hinge on the margin; also the margins."""
     margin = margins(logits, targets)
     entropy = F.cross_entropy(logits, targets, reduction="none")
-    loss = ((entropy + 0.1 * torch.relu(MARGIN - margin)) * weights).sum()
+    unsure = (margin.detach() < ENOUGH).to(entropy.dtype)
+    loss = ((entropy * unsure + 0.1 * torch.relu(MARGIN - margin)) * weights).sum()
     return loss, margin.detach()
 
 
@@ -33,7 +35,9 @@ def index_loss(shared: Pass) -> tuple[Tensor, Tensor, Tensor]:
     return parts[0].mean(), parts[1].mean(), parts[2].mean()
 
 
-def draft_loss(drafter: Drafter, backbone: Backbone, taps: Tensor, position: Tensor, anchors: Anchors) -> tuple[Tensor, Tensor, Tensor]:
+def draft_loss(
+    drafter: Drafter, backbone: Backbone, taps: Tensor, position: Tensor, anchors: Anchors
+) -> tuple[Tensor, Tensor, Tensor]:
     """-> loss, conditional acceptance per slot [5], mean accepted drafts."""
     x = drafter(backbone, taps, position, anchors)
     before, after = anchors.tokens[:, :-1].clamp(min=0), anchors.tokens[:, 1:]

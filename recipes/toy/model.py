@@ -60,7 +60,9 @@ class EngramHash:
         self.classes = torch.as_tensor(np.asarray(class_map, np.int64), device=device)
         bound = ((1 << 63) - 1) // spec.engram_compressed_vocab_size // 2
         sizes = spec.engram_max_ngram_size
-        draws = [np.random.default_rng(10007 * layer).integers(0, bound, sizes, np.int64) for layer in spec.engram_layer_ids]
+        draws = [
+            np.random.default_rng(10007 * layer).integers(0, bound, sizes, np.int64) for layer in spec.engram_layer_ids
+        ]
         self.multipliers = torch.as_tensor(np.array([2 * d + 1 for d in draws]), device=device)
         primes = np.array(engram_primes(spec))
         self.primes = torch.as_tensor(primes, device=device)
@@ -127,14 +129,21 @@ class Backbone(nn.Module):
         """Folded streams [M, D] -> [M, V]."""
         return self.head(self.norm(x))
 
-    def forward(self, batch: Batch, sparse: bool = True, layer_rms: list[float] | None = None) -> tuple[Tensor, Tensor, Pass]:
+    def forward(
+        self, batch: Batch, sparse: bool = True, layer_rms: list[float] | None = None
+    ) -> tuple[Tensor, Tensor, Pass]:
         """-> folded streams [N, D], taps [N, 3 D], and the pass with its index reports."""
         spec, device = self.spec, batch.ids.device
         if self.hash is None or self.hash.classes.device != device:
             self.hash = EngramHash(spec, self.class_map, device)
         rows = self.hash.rows(batch.ids, batch.groups)
         shared = Pass(
-            batch.groups, batch.position, batch.start, rotary_tables(spec, batch.position, self.norm.weight.dtype), sparse, batch.probes
+            batch.groups,
+            batch.position,
+            batch.start,
+            rotary_tables(spec, batch.position, self.norm.weight.dtype),
+            sparse,
+            batch.probes,
         )
         x = F.embedding(batch.ids, self.embed.value())
         streams, pre = initial_streams(x, spec.hc_mult)

@@ -30,9 +30,7 @@ def _e4m3(x: Tensor) -> Tensor:
 def _e2m1(x: Tensor) -> Tensor:
     """Nearest of 0, .5, 1, 1.5, 2, 3, 4, 6; a tie goes to the even code, which is what rint does on each step width."""
     a = x.abs().clamp(max=6.0)
-    rounded = torch.where(
-        a < 2, torch.round(a * 2) * 0.5, torch.where(a < 4, torch.round(a), torch.round(a * 0.5) * 2)
-    )
+    rounded = torch.where(a < 2, torch.round(a * 2) * 0.5, torch.where(a < 4, torch.round(a), torch.round(a * 0.5) * 2))
     return torch.copysign(rounded, x)
 
 

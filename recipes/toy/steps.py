@@ -60,7 +60,7 @@ class Optimiser:
         self.peak, on_gpu = rate, device.type == "cuda"
         matrices = [p for p in module.parameters() if p.dim() > 1]
         vectors = [p for p in module.parameters() if p.dim() == 1]
-        groups = [{"params": matrices, "weight_decay": 0.02}, {"params": vectors, "weight_decay": 0.0}]
+        groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
         self.rate = torch.tensor(rate, device=device)
         self.parameters = matrices + vectors
         options = {"lr": self.rate, "fused": True, "capturable": True} if on_gpu else {"lr": rate}
@@ -164,5 +164,3 @@ class Captured:
 def first_inputs(sampler: Sampler, device: torch.device) -> Inputs:
     """Buffers of the sampler's shape, filled with one batch."""
     return Inputs.like(sampler.groups, sampler.batch(), device)
-
-

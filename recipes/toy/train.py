@@ -86,7 +86,9 @@ def turns(seconds: float, courses: list[Course]) -> Iterator[tuple[int, float, C
             torch.cuda.synchronize()  # the host stays close to the GPU, so that the clock means something
 
 
-def train_target(backbone: Backbone, courses: list[Course], names: list[str], seconds: float, eager: bool, log: Log) -> None:
+def train_target(
+    backbone: Backbone, courses: list[Course], names: list[str], seconds: float, eager: bool, log: Log
+) -> None:
     """Dense selection until short needles are copied (or DENSE_SHARE of the time is gone), then the real selection."""
     device = backbone.norm.weight.device
     optimiser = Optimiser(backbone, TARGET_RATE, device)
@@ -110,12 +112,18 @@ def train_target(backbone: Backbone, courses: list[Course], names: list[str], se
         if number % 400 < 4 and (number % 4 == 0 or course is not courses[0]):
             loss, kl, recall, share = step.scalars.tolist()
             groups = " ".join(
-                f"{name} {right / rows:.3f}/{low:.1f}" for name, (rows, right, low) in zip(names, step.by_group.tolist(), strict=True) if rows
+                f"{name} {right / rows:.3f}/{low:.1f}"
+                for name, (rows, right, low) in zip(names, step.by_group.tolist(), strict=True)
+                if rows
             )
-            log(f"{course.name} {number:6d} {done:.3f} loss {loss:.3f} index kl {kl:.3f} recall {recall:.3f} share {share:.3f} | {groups}")
+            log(
+                f"{course.name} {number:6d} {done:.3f} loss {loss:.3f} index kl {kl:.3f} recall {recall:.3f} share {share:.3f} | {groups}"
+            )
 
 
-def train_drafter(backbone: Backbone, drafter: Drafter, courses: list[Course], seconds: float, eager: bool, log: Log) -> None:
+def train_drafter(
+    backbone: Backbone, drafter: Drafter, courses: list[Course], seconds: float, eager: bool, log: Log
+) -> None:
     """The backbone is frozen; its taps are computed anew for every batch."""
     device = backbone.norm.weight.device
     optimiser = Optimiser(drafter, DRAFT_RATE, device)
@@ -136,7 +144,9 @@ def train_drafter(backbone: Backbone, drafter: Drafter, courses: list[Course], s
         run()
         if number % 400 < 4 and (number % 4 == 0 or course is not courses[0]):
             loss, *slots, accepted = step.scalars.tolist()
-            log(f"drafter {course.name} {number:6d} {done:.3f} loss {loss:.3f} slots {' '.join(f'{s:.3f}' for s in slots)} accepted {accepted:.3f}")
+            log(
+                f"drafter {course.name} {number:6d} {done:.3f} loss {loss:.3f} slots {' '.join(f'{s:.3f}' for s in slots)} accepted {accepted:.3f}"
+            )
 
 
 def save(module: torch.nn.Module, out: Path, name: str) -> None:
@@ -182,7 +192,10 @@ def main() -> None:
     shapes = {"short": SMALL} if arguments.small else {"short": SHORT, "long": LONG}
     scale = 8 if arguments.small else 1
     samplers = {
-        name: [Sampler(corpus, spec, shape, ROWS // scale, ANCHORS // scale, 1000 * arguments.seed + i) for i in range(arguments.workers)]
+        name: [
+            Sampler(corpus, spec, shape, ROWS // scale, ANCHORS // scale, 1000 * arguments.seed + i)
+            for i in range(arguments.workers)
+        ]
         for name, shape in shapes.items()
     }
     feeds = {name: Feed(make) for name, make in samplers.items()}  # forked before CUDA starts
@@ -199,7 +212,9 @@ def main() -> None:
     drafter.to(device)
     courses = [Course(name, feeds[name], first_inputs(make[0], device)) for name, make in samplers.items()]
     counts = [sum(p.numel() for p in module.parameters()) for module in (backbone, drafter)]
-    log(f"{device}, {counts[0]:,} + {counts[1]:,} parameters, {[make[0].tokens for make in samplers.values()]} tokens a step")
+    log(
+        f"{device}, {counts[0]:,} + {counts[1]:,} parameters, {[make[0].tokens for make in samplers.values()]} tokens a step"
+    )
     train_target(backbone, courses, corpus.group_names, arguments.seconds, arguments.eager, log)
     save(backbone, arguments.out, "target")
     train_drafter(backbone, drafter, courses, arguments.draft_seconds, arguments.eager, log)
