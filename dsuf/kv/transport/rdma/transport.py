@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from dsuf.kv.arena import Arena
@@ -107,7 +108,6 @@ class RdmaTransport:
         reply: Connected,
     ) -> RdmaLink:
         """The link over the rails that could be joined. Raises TransferFailed when there is none."""
-        ended = self._ended_links.setdefault(peer.key, [])
         rails, reasons = [], []
         for index, ((own, theirs, _), (pair, _, gid)) in enumerate(zip(common, ends, strict=True)):
             hello = reply.rails[index] if index < len(reply.rails) else None
@@ -121,10 +121,14 @@ class RdmaTransport:
             else:
                 rails.append(Rail(index, f"{own.name}-{theirs.name}", pair, min(own.gbps, theirs.gbps) or 1.0))
         if not rails:
-            ended.append(reply.link)
+            self._note_end(peer.key, reply.link)
             raise TransferFailed("rdma: " + "; ".join(reasons))
         max_segments = min(rail.pair.device.max_segments for rail in rails)
-        return RdmaLink(peer, reply.link, reply.address, rails, max_segments, ended.append)
+        on_end = functools.partial(self._note_end, peer.key)
+        return RdmaLink(peer, reply.link, reply.address, rails, max_segments, on_end)
+
+    def _note_end(self, key: str, link: int) -> None:
+        self._ended_links.setdefault(key, []).append(link)
 
     async def close(self) -> None:
         """See `Transport`."""
