@@ -13,16 +13,19 @@ from pathlib import Path
 
 import uvloop
 
+from dsuf.cli.kv import AgentProcess
 from dsuf.cli.live import progress, say
 from dsuf.cli.session import class_map_of
 from dsuf.engine.engine import Engine, Progress, open_engine
 from dsuf.engine.options import EngineOptions
 from dsuf.engine.service import serve_engine
 from dsuf.errors import EngineGone
+from dsuf.kv.client import WebClient
 from dsuf.server.admin import SOCKET_NAME
 from dsuf.server.app import build_app, serve
 from dsuf.server.link import EngineLink
 from dsuf.server.options import ServerOptions
+from dsuf.server.prefixes import Prefixes
 from dsuf.text.prompt import ChatText
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 16.0  # before a restart; doubled each time
@@ -33,8 +36,8 @@ HANG_UP_S, STOP_WITHIN_S = 1.0, 5.0  # to end by itself after the pipe closed; a
 class EngineProcess:
     """Runs `serve_engine` in a process of its own, so that steps never wait for HTTP work in this interpreter."""
 
-    def __init__(self, socket_path: Path, options: EngineOptions) -> None:
-        self.socket_path, self._options = socket_path, options
+    def __init__(self, socket_path: Path, options: EngineOptions, kv_socket: Path | None = None) -> None:
+        self.socket_path, self._options, self._kv_socket = socket_path, options, kv_socket
         self._process: multiprocessing.process.BaseProcess | None = None
         self._deaths: list[float] = []
         self.was_ready = False  # an engine that was never ready is not started again: it would end the same way
@@ -44,7 +47,7 @@ class EngineProcess:
         """Start it; it connects to the socket as soon as somebody listens."""
         process = multiprocessing.get_context("spawn").Process(
             target=serve_engine,
-            args=(self.socket_path, functools.partial(_open, self._options)),
+            args=(self.socket_path, functools.partial(_open, self._options, self._kv_socket)),
             name="dsuf-engine",
         )
         # Ctrl-C reaches every process of the terminal; the engine goes on until the web process has drained.
@@ -100,14 +103,20 @@ class EngineProcess:
 
 
 def serve_with_engine(
-    process: EngineProcess, text: ChatText, options: ServerOptions, sock: socket.socket, ready_line: str
+    process: EngineProcess,
+    text: ChatText,
+    options: ServerOptions,
+    sock: socket.socket,
+    ready_line: str,
+    agent: AgentProcess | None = None,
 ) -> int:
-    """Start the engine and serve HTTP on `sock` until a signal; the exit code. Prints `ready_line` once.
+    """Start engine and kv agent, serve HTTP on `sock` until a signal; the exit code. Prints `ready_line` once.
 
     Raises the engine's own error when it cannot start, EngineGone when its restarts are used up.
     """
     link = EngineLink(process.socket_path)
-    app = build_app(link, text, options)
+    prefixes = Prefixes(WebClient(agent.options.socket_path)) if agent is not None else None
+    app = build_app(link, text, options, prefixes=prefixes)
 
     def on_ready() -> None:
         process.was_ready = True
@@ -115,6 +124,8 @@ def serve_with_engine(
 
     async def until_stopped() -> int:
         tasks = [asyncio.create_task(process.watch(link)), asyncio.create_task(_show_loading(link))]
+        if agent is not None:
+            tasks.append(asyncio.create_task(agent.watch()))
         try:
             return await serve(app, sock, on_ready, process.socket_path.with_name(SOCKET_NAME))
         finally:
@@ -122,10 +133,14 @@ def serve_with_engine(
                 task.cancel()
 
     try:
+        if agent is not None:
+            agent.start()
         process.start()
         code = asyncio.Runner(loop_factory=uvloop.new_event_loop).run(until_stopped())
     finally:
         process.stop()
+        if agent is not None:
+            agent.stop()
     if process.failure is not None:
         raise process.failure
     return code
@@ -139,8 +154,10 @@ async def _show_loading(link: EngineLink) -> None:
             await asyncio.sleep(0.1)
 
 
-def _open(options: EngineOptions, progress: Progress) -> Engine:
+def _open(options: EngineOptions, kv_socket: Path | None, progress: Progress) -> Engine:
     """In the engine process."""
+    from dsuf.engine.kv_tier import connect_tier
     from dsuf.text.grammar import checkpoint_grammars
 
-    return open_engine(options, progress, class_map_of, checkpoint_grammars)
+    tier = functools.partial(connect_tier, kv_socket) if kv_socket is not None else None
+    return open_engine(options, progress, class_map_of, checkpoint_grammars, tier)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dsuf.cli import options
+from dsuf.cli import kv, options
 from dsuf.cli.live import say
 from dsuf.cli.session import engine_options, prepare, say_defaults
 from dsuf.config import check_number, private_folder, read_environment
@@ -61,6 +61,11 @@ def serve(
         float, typer.Option("--drain-timeout", help="Seconds that running streams then have to end.")
     ] = 120.0,
     log_format: Annotated[str, typer.Option("--log-format", help="json or text: request_end lines.")] = "json",
+    kv_host_bytes: kv.HostBytes = None,
+    kv_listen: kv.Listen = None,
+    kv_key_file: kv.KeyFile = None,
+    kv_require_rdma: kv.RequireRdma = False,
+    kv_transport: kv.Transport = "auto",
     metrics_names: Annotated[
         str, typer.Option("--metrics-names", help="dsuf, vllm or both: prefixes of the names in /metrics.")
     ] = "dsuf",
@@ -74,6 +79,7 @@ def serve(
     engine = engine_options(gpus, numerics, prefill, draft, verify, max_context)
     environment = read_environment()
     key = api_key or environment.api_key
+    flags = kv.KvFlags(kv_host_bytes, kv_listen, kv_key_file, kv_require_rdma, kv_transport)
     server = ServerOptions(
         api_keys=(key,) if key else (),
         max_queued_requests=max_queued_requests,
@@ -92,8 +98,11 @@ def serve(
             say(f"note: {host} is reachable from other machines and no --api-key is set.")
         address = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
         with runtime_folder(environment.runtime_dir) as folder:
-            process = EngineProcess(folder / "engine.sock", engine)
-            code = serve_with_engine(process, text, server, sock, f"dsuf serves {ckpt}, ready on {address}")
+            kept = kv.agent_options(flags, engine, folder, environment)
+            agent = kv.AgentProcess(kept) if kept is not None else None
+            process = EngineProcess(folder / "engine.sock", engine, kept.socket_path if kept is not None else None)
+            ready_line = f"dsuf serves {ckpt}, ready on {address}"
+            code = serve_with_engine(process, text, server, sock, ready_line, agent)
     raise typer.Exit(code)
 
 

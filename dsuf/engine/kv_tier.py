@@ -24,6 +24,7 @@ from dsuf.kv.client import EngineClient
 from dsuf.kv.names import ids_bytes
 
 WAIT_S = 0.05
+STARTS_WITHIN_S = 15.0
 GIVE_UP_S = 30.0  # of a claim; the agent's own deadline for a pull is shorter
 _EXTRA_IDS = 3  # after the position of an entry, up to the end of a segment
 _TELL_EVERY_S = 1.0
@@ -49,8 +50,12 @@ class _Visit:
 
 
 def connect_tier(socket_path: Path, limits: Limits) -> KvTier:
-    """The tier behind an agent's socket, for a backend with these limits."""
-    return KvTier(EngineClient(socket_path), limits)
+    """The tier behind an agent's socket, for a backend with these limits; waits for an agent that is starting."""
+    client = EngineClient(socket_path)
+    deadline = time.monotonic() + STARTS_WITHIN_S
+    while not client.connect() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return KvTier(client, limits)
 
 
 class KvTier:

@@ -52,9 +52,13 @@ class EngineClient:
     @property
     def connected(self) -> bool:
         """Whether there is an agent; tries to connect, at most once a second."""
+        return self.connect(RETRY_S)
+
+    def connect(self, pause_s: float = 0.0) -> bool:
+        """Whether there is an agent; tries to connect unless it was tried less than `pause_s` ago."""
         if self._connection is None:
             with self._sending:
-                if self._connection is None and time.monotonic() - self._tried_s >= RETRY_S:
+                if self._connection is None and time.monotonic() - self._tried_s >= pause_s:
                     self._tried_s = time.monotonic()
                     with contextlib.suppress(OSError, wire.WireError):
                         self._connect()

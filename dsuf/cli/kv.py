@@ -1,0 +1,178 @@
+"""The cache tier on the command line: its flags, and the agent process of one server, started again when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import multiprocessing.process
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dsuf.cli.live import say
+from dsuf.config import Environment
+from dsuf.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dsuf.engine.options import EngineOptions
+    from dsuf.kv.agent import AgentOptions
+
+HostBytes = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-host-bytes",
+        help="Host memory for caches of earlier calls, such as 64g; 0 for none. Default: a quarter of what is free.",
+        metavar="BYTES",
+    ),
+]
+Listen = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-listen",
+        help="Address that servers on other machines reach, and port: they can then take over conversations.",
+        metavar="ADDRESS:PORT",
+    ),
+]
+KeyFile = Annotated[
+    Path | None,
+    typer.Option("--kv-key-file", help="Secret of all servers that share caches. Default: DSUF_KV_KEY_FILE, else own."),
+]
+RequireRdma = Annotated[
+    bool, typer.Option("--kv-require-rdma", help="Refuse to start when caches cannot be read by RDMA.")
+]
+Transport = Annotated[
+    str, typer.Option("--kv-transport", help="How caches are read from others: auto, or some of shm,rdma,tcp.")
+]
+
+MOST_BY_DEFAULT = 64 << 30
+FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 16.0
+STOP_WITHIN_S = 5.0
+_PATHS = ("shm", "rdma", "tcp")
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+@dataclass(frozen=True)
+class KvFlags:
+    """The flags as given."""
+
+    host_bytes: str | None = None
+    listen: str | None = None
+    key_file: Path | None = None
+    require_rdma: bool = False
+    transport: str = "auto"
+
+
+def parse_bytes(flag: str, text: str) -> int:
+    """`64g` as bytes (k, m, g and t are powers of 1,024). Raises ConfigError for anything else."""
+    found = re.fullmatch(r"(\d+)\s*([kmgt]?)i?b?", text.strip().lower())
+    if found is None:
+        raise ConfigError(f"{flag} is {text!r}; expected bytes such as 64g or 500m, or 0.")
+    return int(found[1]) * _UNITS[found[2]]
+
+
+def parse_paths(text: str) -> tuple[str, ...]:
+    """--kv-transport as paths in the order in which they are tried."""
+    if text == "auto":
+        return _PATHS
+    given = tuple(part.strip() for part in text.split(","))
+    if not given or not set(given) <= set(_PATHS) or len(set(given)) < len(given):
+        raise ConfigError(f"--kv-transport is {text!r}; expected auto, or some of {', '.join(_PATHS)}.")
+    return given
+
+
+def agent_options(flags: KvFlags, engine: EngineOptions, folder: Path, environment: Environment) -> AgentOptions | None:
+    """Options of the agent for one server; None where caches are not kept. Raises ConfigError, CheckpointError."""
+    from dsuf.kv.agent import AgentOptions
+    from dsuf.kv.names import namespace
+    from dsuf.layout import PageLayout, SnapshotLayout
+    from dsuf.model.checkpoint import Checkpoint
+    from dsuf.model.fingerprint import fingerprint
+    from dsuf.ops.numerics import NUMERICS
+
+    host_bytes = _default_bytes() if flags.host_bytes is None else parse_bytes("--kv-host-bytes", flags.host_bytes)
+    paths = parse_paths(flags.transport)
+    if host_bytes == 0 or not NUMERICS[engine.numerics].quantise:
+        return None
+    with Checkpoint.open(engine.ckpt) as checkpoint:
+        page_bytes = PageLayout.of(checkpoint.spec).page_bytes
+        snapshot_bytes = SnapshotLayout.of(checkpoint.spec).snapshot_bytes
+        name = namespace(
+            checkpoint=fingerprint(checkpoint),
+            backend="cpu",
+            numerics=engine.numerics,
+            # In truncated mode the points inside a prompt change what is computed, so they are part of it.
+            prefill=engine.prefill if engine.prefill == "exact" else f"truncated/{engine.resume_every}",
+            page_bytes=page_bytes,
+            snapshot_bytes=snapshot_bytes,
+        )
+    return AgentOptions(
+        host_bytes=host_bytes,
+        slot_bytes=page_bytes,
+        snapshot_bytes=snapshot_bytes,
+        namespace=name,
+        runtime_dir=environment.runtime_dir,
+        socket_path=folder / "kv.sock",
+        key_file=flags.key_file or environment.kv_key_file,
+        redis_url=environment.redis_url,
+        listen=flags.listen or "127.0.0.1:0",
+        paths=paths,
+        require_rdma=flags.require_rdma,
+        resume_tokens=engine.resume_every,
+    )
+
+
+class AgentProcess:
+    """Runs `serve_agent`; a server without it goes on and computes what it would have found."""
+
+    def __init__(self, options: AgentOptions) -> None:
+        self.options = options
+        self._process: multiprocessing.process.BaseProcess | None = None
+
+    def start(self) -> None:
+        """Start it; clients connect when it listens."""
+        from dsuf.kv.process import serve_agent
+
+        self._process = multiprocessing.get_context("spawn").Process(
+            target=serve_agent, args=(self.options,), name="dsuf-kv-agent"
+        )
+        self._process.start()
+
+    async def watch(self) -> None:
+        """Start it anew whenever it dies."""
+        wait_s = FIRST_WAIT_S
+        while True:
+            await self._ended()
+            say(f"the kv agent ended with exit status {self._process.exitcode}; it is started again in {wait_s:.0f} s")
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+            self.start()
+
+    def stop(self) -> None:
+        """End it: by SIGTERM, else by SIGKILL."""
+        if self._process is None:
+            return
+        for end in (self._process.terminate, self._process.kill):
+            end()
+            self._process.join(STOP_WITHIN_S)
+            if self._process.exitcode is not None:
+                return
+
+    async def _ended(self) -> None:
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._process.sentinel, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(self._process.sentinel)
+        self._process.join()
+
+
+def _default_bytes() -> int:
+    """A quarter of the memory that is free; it is taken only as caches are saved."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return min(int(line.split()[1]) * 1024 // 4, MOST_BY_DEFAULT)
+    return 1 << 30
