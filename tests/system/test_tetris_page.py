@@ -1,20 +1,60 @@
-"""The toy's Tetris page is played in headless Chromium: needs `apt-get install chromium fonts-noto-color-emoji`."""
+"""The Tetris page, of the corpus and as `dsuf repro tetris` saves it, is played in headless Chromium.
+
+Needs `apt-get install chromium fonts-noto-color-emoji`.
+"""
 
 from __future__ import annotations
 
 import html
+import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
+from dsuf.text.builtin import resolve
 from tests.support.browser import Browser
 from tests.support.tetris import HEIGHT, WIDTH, Game, moved
 
 pytestmark = pytest.mark.system
 
 CORPUS_PAGE = Path(__file__).parents[2] / "recipes" / "toy" / "corpus" / "tetris.html"
-PAGES = {"corpus": CORPUS_PAGE.read_text(encoding="utf-8")}
+LEAST_ACCEPTED = 4.5  # tokens a step
+
+
+@dataclass(frozen=True)
+class Repro:
+    """What `dsuf repro tetris` leaves: the page, what it prints, and its JSON object."""
+
+    page: str
+    printed: str
+    result: dict[str, dict[str, float]]
+    cache: Path
+
+
+@pytest.fixture(scope="session")
+def repro(tmp_path_factory: pytest.TempPathFactory) -> Repro:
+    folder = tmp_path_factory.mktemp("repro")
+    folder.chmod(0o700)
+    page, result, cache = folder / "tetris.html", folder / "result.json", folder / "cache"
+    command = [sys.executable, "-m", "dsuf.cli.app", "repro", "tetris", "--quiet", "--check"]
+    done = subprocess.run(
+        [*command, "--save", str(page), "--output", str(result)],
+        env={**os.environ, "DSUF_CACHE": str(cache), "XDG_RUNTIME_DIR": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    printed = done.stderr + done.stdout
+    return Repro(page.read_text(encoding="utf-8"), printed, json.loads(result.read_text(encoding="utf-8")), cache)
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +63,11 @@ def browser() -> Iterator[Browser]:
         yield opened
 
 
-@pytest.fixture(params=PAGES)
+@pytest.fixture(params=["corpus", "repro"])
 def page(request: pytest.FixtureRequest) -> str:
-    return PAGES[request.param]
+    if request.param == "repro":
+        return request.getfixturevalue("repro").page
+    return CORPUS_PAGE.read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -34,6 +76,24 @@ def game(browser: Browser, page: str) -> Iterator[Game]:
     browser.stop_clock()
     yield Game(browser)
     assert browser.errors == []
+
+
+def test_repro_gives_the_page_of_the_corpus_token_for_token(repro: Repro) -> None:
+    tokenizer = Tokenizer.from_file(str(resolve("toy", cache_dir=repro.cache) / "tokenizer.json"))
+    corpus = CORPUS_PAGE.read_text(encoding="utf-8")
+    ids = tokenizer.encode(corpus, add_special_tokens=False).ids
+    assert tokenizer.encode(repro.page, add_special_tokens=False).ids == ids
+    assert repro.page == corpus
+    headline = re.fullmatch(
+        r"([\d,]+) tokens at [\d,]+ tokens/s \(first token after \d+\.\d\d s\)", repro.printed.splitlines()[-1]
+    )
+    assert headline and int(headline[1].replace(",", "")) == len(ids)
+
+
+def test_repro_prints_how_many_tokens_a_step_gives(repro: Repro) -> None:
+    row = re.search(r"^tokens a step +(\d+\.\d+) ", repro.printed, re.M)
+    assert row and float(row[1]) >= LEAST_ACCEPTED
+    assert float(row[1]) == pytest.approx(repro.result["metrics"]["average_accept_length"], abs=0.005)
 
 
 def test_page_asks_for_nothing_from_outside(page: str) -> None:

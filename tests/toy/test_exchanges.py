@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,6 +16,7 @@ import pytest
 from dsuf.text.protocols import CHAT
 from recipes.toy.dataset import Example
 from recipes.toy.exchanges import Exchange
+from tests.server.test_clients import PUBLISHED_SCRIPT
 from tests.support.calls import read_body, read_stream
 from tests.support.served import Serve
 
@@ -99,3 +103,16 @@ def test_a_conversation_goes_on_with_what_the_server_said(
         messages.append(answer.json()["choices"][0]["message"])
         assert (messages[-1]["content"] or "") == turn.message["content"]
     assert len(turns) > 1
+
+
+def test_the_published_script_prints_the_page_and_ends_with_its_line(
+    server: Serve, exchanges: dict[str, Exchange], examples: dict[str, Example]
+) -> None:
+    script = PUBLISHED_SCRIPT.replace("http://localhost:8000", server.url)
+    done = subprocess.run([sys.executable, "-"], input=script.encode(), capture_output=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    said, _, last = done.stdout.decode().rstrip().rpartition("\n\n")
+    page, demo = exchanges["tetris"].message["content"], examples["tetris"]
+    assert said.rstrip("\n") == page.rstrip("\n")
+    line = re.fullmatch(r"(\d+) tokens at [\d,]+ tokens/s \(first token after \d+\.\d\d s\)", last)
+    assert line and int(line[1]) == len(demo.ids) - demo.prompt_len - 1
