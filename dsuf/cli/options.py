@@ -9,7 +9,9 @@ import typer
 
 DEFAULT_CKPT = "toy"
 
-Ckpt = Annotated[str, typer.Option("--ckpt", help="Checkpoint folder, or a built-in one: toy or noise.", metavar="NAME|DIR")]
+Ckpt = Annotated[
+    str, typer.Option("--ckpt", help="Checkpoint folder, or a built-in one: toy or noise.", metavar="NAME|DIR")
+]
 Gpus = Annotated[
     str | None, typer.Option("--gpus", help="A count (4), devices (0,1 or 3,), or 0 for the CPU. Default: all usable.")
 ]
