@@ -1,7 +1,7 @@
 """Recipe files: `dsuf repro NAME` runs recipes/NAME.toml.
 
-command    "chat": send [args.request] to a server and time the stream
-[args]     what the command takes
+command    "chat": send [args.request] to a server and time the stream; "bench serve": load a server as [args] says
+[args]     what the command takes; for bench serve its flags, with _ for -
 [published."MACHINE"]    published ranges, metric = [low, high]
 [[check]]  name and one of starts_with, balanced_tag, mentions_any (on the extracted page), for --check
 """
@@ -16,6 +16,7 @@ from typing import Any
 import dsuf
 from dsuf.errors import ConfigError
 
+CHAT, BENCH_SERVE = "chat", "bench serve"
 CHECK_KINDS = ("starts_with", "balanced_tag", "mentions_any")
 
 
@@ -33,7 +34,9 @@ class Recipe:
     """One recipe file, checked."""
 
     name: str
-    request: dict[str, Any]
+    command: str
+    request: dict[str, Any]  # chat
+    flags: dict[str, Any]  # bench serve
     published: dict[str, dict[str, tuple[float, float]]]
     checks: tuple[Check, ...]
 
@@ -63,14 +66,17 @@ def read_recipe(path: Path) -> Recipe:
     unknown = sorted(set(content) - {"command", "args", "published", "check"})
     if unknown:
         raise ConfigError(f"The recipe {path} has unknown keys: {', '.join(unknown)}.")
-    if content.get("command") != "chat":
-        raise ConfigError(f'The recipe {path} has command {content.get("command")!r}; expected "chat".')
-    request = content.get("args", {}).get("request")
-    if not isinstance(request, dict) or not request.get("stream"):
+    command, given = content.get("command"), content.get("args", {})
+    if command not in (CHAT, BENCH_SERVE):
+        raise ConfigError(f'The recipe {path} has command {command!r}; expected "{CHAT}" or "{BENCH_SERVE}".')
+    request = given.get("request") if command == CHAT else {}
+    if command == CHAT and not (isinstance(request, dict) and request.get("stream")):
         raise ConfigError(f"The recipe {path} needs a streaming request in [args.request].")
     return Recipe(
         name=path.stem,
+        command=command,
         request=request,
+        flags=given if command == BENCH_SERVE else {},
         published=_published(path, content.get("published", {})),
         checks=tuple(_check(path, entry) for entry in content.get("check", [])),
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import statistics
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,9 +18,9 @@ from dsuf.cli.client import StreamTimes, chat_url, read_counters, steps_since, s
 from dsuf.cli.live import say
 from dsuf.cli.own_server import own_server
 from dsuf.cli.page import extract_page, failed_checks
-from dsuf.cli.recipe import Recipe, load_recipe
+from dsuf.cli.recipe import BENCH_SERVE, Recipe, load_recipe
 from dsuf.config import BenchOptions, parse_thresholds, read_environment
-from dsuf.errors import CheckFailed
+from dsuf.errors import CheckFailed, ConfigError, UsageError
 
 TITLES = {
     "tokens_per_s": "tokens/s",
@@ -55,6 +56,17 @@ def repro(
 ) -> None:
     """Run a recipe: send its published request and print our figures beside the published ones."""
     recipe = load_recipe(name)
+    if recipe.command == BENCH_SERVE:
+        if save is not None or check:
+            raise UsageError(
+                f"--save and --check are for recipes that ask for a page; {name} measures a server's load."
+            )
+        shared = {
+            "url": url, "ckpt": ckpt, "gpus": gpus, "draft": draft, "verify": verify, "label": label or f"repro {name}",
+            "output": output, "ci_json": ci_json, "fail_below": fail_below, "fail_above": fail_above,
+        }  # fmt: skip
+        _run_bench(recipe, repeat=runs, **shared)
+        return
     bench = BenchOptions(
         repeat=runs, warmup=0, label=label, output=output, ci_json=ci_json,
         thresholds=parse_thresholds(fail_below or [], fail_above or []),
@@ -79,6 +91,18 @@ def repro(
     if check and (failed := failed_checks(page, recipe.checks)):
         raise CheckFailed(f"The page does not pass: {'; '.join(failed)}")
     check_thresholds(result.metrics, bench.thresholds)
+
+
+def _run_bench(recipe: Recipe, **flags: Any) -> None:
+    """`dsuf bench serve` with the recipe's flags. Raises ConfigError for a flag that it does not have."""
+    from dsuf.cli.bench.serve import serve
+
+    known = set(inspect.signature(serve).parameters) - set(flags)
+    if unknown := sorted(set(recipe.flags) - known):
+        raise ConfigError(
+            f"The recipe {recipe.name} has args {', '.join(unknown)}; expected {', '.join(sorted(known))}."
+        )
+    serve(**recipe.flags, **flags)
 
 
 def _send(recipe: Recipe, url: str, runs: int, quiet: bool) -> tuple[list[StreamTimes], list[dict[str, float]]]:

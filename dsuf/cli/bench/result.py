@@ -89,7 +89,7 @@ def bigger_is_better(name: str) -> bool | None:
     """Direction of a metric by its unit; None for one that describes the run (a count of tokens, a histogram)."""
     if name.startswith(tuple(f"{statistic}_" for statistic in STATISTICS)):
         return None
-    if name.endswith("_per_s") or name == "accept_length":
+    if name.endswith(("_per_s", "_throughput", "_goodput")) or name == "accept_length":
         return True
     return False if name.endswith(("_us", "_ms", "_s", "_bytes", "time_over_floor")) else None
 
@@ -99,7 +99,9 @@ def unit(name: str) -> str:
     for suffix, text in (("_tokens_per_s", "tokens/s"), ("_us", "us"), ("_ms", "ms"), ("_s", "s"), ("_bytes", "B")):
         if name.endswith(suffix):
             return text
-    return {"accept_length": "tokens/step", "time_over_floor": "x floor"}.get(name, "")
+    known = {"accept_length": "tokens/step", "time_over_floor": "x floor"}
+    throughput = "requests/s" if name.startswith("request_") else "tokens/s"
+    return throughput if name.endswith(("_throughput", "_goodput")) else known.get(name, "")
 
 
 def read_result(path: Path) -> BenchResult:
