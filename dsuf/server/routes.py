@@ -13,6 +13,7 @@ from dsuf import __version__
 from dsuf.server.calls import count_tokens, detokenize_ids, endpoint, tokenize_text
 from dsuf.server.demo.page import demo
 from dsuf.server.metrics import CONTENT_TYPE
+from dsuf.server.openapi import openapi
 from dsuf.server.problems import HttpProblem
 from dsuf.server.service import Service
 from dsuf.text.protocols import CHAT, COMPLETIONS, MESSAGES, RESPONSES
@@ -37,6 +38,7 @@ def routes() -> list[Route]:
         Route("/metrics", metrics, methods=["GET"]),
         Route("/load", load, methods=["GET"]),
         Route("/version", version, methods=["GET"]),
+        Route("/openapi.json", openapi, methods=["GET"]),
     ]
 
 
