@@ -1,4 +1,4 @@
-"""dataset.npz -> batches of fixed shapes: which sequences, which rows count, which rows teach the indexer and the drafter."""
+"""dataset.npz -> batches of fixed shapes: which sequences, which rows count, which teach indexer and drafter."""
 
 from __future__ import annotations
 
@@ -66,8 +66,9 @@ SHORT = (
     Shape((("tools", 3), ("needle", 5)), 576, 24),
 )
 LONG = (Shape((("page", 1), ("long", 2)), 3072, 64),)
+FAR = (Shape((("far", 1),), 8192, 64),)
 SMALL = (Shape((("chat", 8), ("brief", 4)), 160, 8), Shape((("needle", 1),), 576, 8))
-POOLS = ("page", "chat", "brief", "tools", "needle", "long")
+POOLS = ("page", "chat", "brief", "tools", "needle", "long", "far")
 
 
 class Corpus:
@@ -101,6 +102,8 @@ def _belongs(pool: str, s: Sequence) -> bool:
         return s.page and pool == "page"
     if pool == "long":
         return s.kind == "harness" or n > 576
+    if pool == "far":
+        return s.kind in ("harness", "tools") or (s.kind == "needle" and n > 160)
     if s.kind == "needle":
         return (pool == "brief" and n <= 160) or (pool == "needle" and 160 < n <= 576)
     return (pool == "chat" and n <= 160) or (pool == "tools" and 160 < n <= 576)
@@ -157,7 +160,7 @@ class Sampler:
             wanted = [s for s in fitting if s.fixed == key[1]] or fitting
             self.order[key] = [wanted[i] for i in self.rng.permutation(len(wanted))]
         s = self.order[key].pop()
-        if s.kind == "harness" and self.rng.random() < 0.5:
+        if name == "far" or (s.kind == "harness" and self.rng.random() < 0.5):
             s = self._lengthen(s, limit)
         return s
 
@@ -179,7 +182,7 @@ class Sampler:
         return position
 
     def _decoder_start(self, s: Sequence, truncated: bool | None) -> int:
-        """Row (in the sequence) from which decoder windows are real: 0, the cut of a cold prompt, or somewhere before."""
+        """Row (in the sequence) from which decoder windows are real: 0, the cut of a cold prompt, or one before."""
         cut = max(0, s.prompt - self.spec.sliding_window)
         if truncated is not None:
             return cut if truncated else 0

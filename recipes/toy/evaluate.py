@@ -12,9 +12,11 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from dsuf.config import read_environment
 from dsuf.model.checkpoint import Checkpoint
@@ -40,6 +42,7 @@ def table(head: Row, rows: Iterable[Row]) -> str:
 
 
 def by_group(runs: Iterable[Measured]) -> dict[str, list[Measured]]:
+    """In the order in which the groups appear."""
     groups: dict[str, list[Measured]] = defaultdict(list)
     for run in runs:
         groups[run.example.group].append(run)
@@ -67,6 +70,7 @@ def few(chosen: list[Example], count: int) -> list[Example]:
 
 
 def known_table(runs: list[Measured]) -> str:
+    """Loss, exact answers and smallest margin of each group."""
     rows = []
     for group, part in by_group(runs).items():
         loss = np.concatenate([run.losses for run in part]).mean()
@@ -124,7 +128,7 @@ def calibration_table(runs: list[Measured]) -> tuple[str, float]:
     p, y = np.concatenate(said), np.concatenate(held)
     edges = (0.0, 0.2, 0.4, 0.6, 0.8, 0.95, 1.0)
     rows, error = [], 0.0
-    for low, high in zip(edges[:-1], edges[1:], strict=True):
+    for low, high in pairwise(edges):
         inside = (p >= low) & ((p < high) | (high == 1.0))
         if inside.any():
             rows.append([f"{low} to {high}", int(inside.sum()), f"{p[inside].mean():.3f}", f"{y[inside].mean():.3f}"])
@@ -177,7 +181,7 @@ def _broken_row(
     return [f"{exact[n]}/{len(groups[n])}, {paces[n]:.2f}" for n in names], exact, paces
 
 
-def sampled(model: ReferenceModel, text: Text, chosen: list[Example], seeds: int) -> tuple[str, int, int]:
+def sampled(model: ReferenceModel, tokenizer: Tokenizer, chosen: list[Example], seeds: int) -> tuple[str, int, int]:
     """Answers at temperature 1: some of them as text, and how many equal the known answer."""
     same = total = 0
     shown = []
@@ -187,7 +191,7 @@ def sampled(model: ReferenceModel, text: Text, chosen: list[Example], seeds: int
             total += 1
             same += ids == example.ids[example.prompt_len :]
             if seed == 0 and len(shown) < 4:
-                shown.append(f"> {text.decode(ids).strip()}".replace("\n", " ")[:300])
+                shown.append(f"> {tokenizer.decode(ids).strip()}".replace("\n", " ")[:300])
     return "\n>\n".join(shown), same, total
 
 
@@ -214,14 +218,15 @@ def findings(runs: list[Measured], numerics: list[Row], idle: list[str]) -> list
 
 def report(checkpoint: Checkpoint, quick: bool) -> tuple[str, list[str]]:
     """The Markdown and what was missed."""
-    text = Text(checkpoint.tokenizer_path.read_text(encoding="utf-8"))
+    tokenizer_json = checkpoint.tokenizer_path.read_text(encoding="utf-8")
+    text, tokenizer = Text(tokenizer_json), Tokenizer.from_str(tokenizer_json)
     model, chosen = ReferenceModel.load(checkpoint, "qdq64"), examples(text, quick)
     runs = [measure(model, example) for example in chosen]
     numerics = numerics_rows(checkpoint, chosen, runs)
     broken, idle = ablation_table(model, few(chosen, 3 if quick else 8))
     calibration, error = calibration_table(runs)
     talk = [e for e in chosen if e.group in ("chat_en", "chat_zh", "thinking") and len(e.ids) < 500]
-    texts, same, total = sampled(model, text, talk, 1 if quick else 3)
+    texts, same, total = sampled(model, tokenizer, talk, 1 if quick else 3)
     missed = findings(runs, numerics, idle)
     parts = [
         "### What it knows (qdq64, truncated prefill)\n\n" + known_table(runs),
@@ -238,6 +243,7 @@ def report(checkpoint: Checkpoint, quick: bool) -> tuple[str, list[str]]:
 
 
 def main() -> None:
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ckpt", default="toy")
     parser.add_argument("--readme", type=Path, default=README)

@@ -97,6 +97,7 @@ def pack(folder: Path, target: Path) -> str:
 
 
 def main() -> None:
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("masters", type=Path)
     parser.add_argument("dataset", type=Path, help="folder with tokenizer.json and dataset.npz")

@@ -104,7 +104,6 @@ def table(verdicts: list[Verdict]) -> str:
         exact = sum(v.margin > 0 for v in part)
         steps = [n for v in part for n in v.emitted]
         pace = f"{np.mean(steps):.2f}" if steps else "-"
-        lines.append(
-            f"{name:24s} {exact:4d}/{len(part):4d} exact, margin {worst.margin:6.2f} ({worst.sequence.name}), {pace} tokens a step"
-        )
+        known = f"{exact:4d}/{len(part):4d} exact, margin {worst.margin:6.2f} ({worst.sequence.name})"
+        lines.append(f"{name:24s} {known}, {pace} tokens a step")
     return "\n".join(lines)

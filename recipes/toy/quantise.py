@@ -1,8 +1,8 @@
 """Rounding to the checkpoint's grids with straight-through gradients: what is trained is what the file holds.
 
-The grids are those of the reference (weights: FP8 in 32 x 32 blocks, FP4 and FP8 rows in groups of 32; activations and caches:
-Q8, Q4p, Q4e). Every grid takes a tensor and returns the dequantised values in the tensor's own dtype; scales are
-computed in float32.
+The grids are those of the reference (weights: FP8 in 32 x 32 blocks, FP4 and FP8 rows in groups of 32; activations and
+caches: Q8, Q4p, Q4e). Every grid takes a tensor and returns the dequantised values in the tensor's own dtype; scales
+are computed in float32.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Train the built-in checkpoint: the target for --seconds, then the drafter on its taps for --draft-seconds.
 
-`python -m recipes.toy.train DATASET.npz OUT` with a CUDA GPU; --small takes tiny batches for a look on a CPU. Time is the
-budget: the learning rate follows the clock, so a run always ends with a usable checkpoint. OUT gets target.*.pt,
+`python -m recipes.toy.train DATASET.npz OUT` with a CUDA GPU; --small takes tiny batches for a look on a CPU. Time is
+the budget: the learning rate follows the clock, so a run always ends with a usable checkpoint. OUT gets target.*.pt,
 drafter.*.pt (float32 masters, for export.py) and log.txt.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from dsuf.spec import Spec
-from recipes.toy.batches import LONG, SHORT, SMALL, Arrays, Corpus, Sampler
+from recipes.toy.batches import FAR, LONG, SHORT, SMALL, Arrays, Corpus, Sampler
 from recipes.toy.drafter import Drafter
 from recipes.toy.judge import judge, table
 from recipes.toy.model import Backbone, prepare, release
@@ -28,6 +28,7 @@ DENSE_SHARE = 0.5  # of the time, at the latest, before the selection acts
 COPIED = 0.99  # share of needle tokens right at which it acts earlier
 TARGET_RATE, DRAFT_RATE = 2e-3, 2e-3
 ROWS, ANCHORS = 2816, 1536
+LOG_EVERY = 400  # steps
 
 
 class Feed:
@@ -76,27 +77,33 @@ class Course:
     inputs: Inputs
 
 
-def turns(seconds: float, courses: list[Course]) -> Iterator[tuple[int, float, Course]]:
-    """(step, share of the time used, course) until the time is used up; every fourth step is of the last course."""
+def turns(seconds: float, courses: dict[str, Course], every: dict[str, int]) -> Iterator[tuple[int, float, Course]]:
+    """(step, share of the time used, course) until the time is used up.
+
+    `every` may be changed on the way: a course has each so-manieth step, the rarest first; the others are short.
+    """
     begin, step = time.perf_counter(), 0
     while (done := (time.perf_counter() - begin) / seconds) < 1:
-        yield step, done, courses[-1] if step % 4 == 3 else courses[0]
+        due = [name for name, period in every.items() if name in courses and step % period == period - 1]
+        yield step, done, courses[max(due, key=every.__getitem__) if due else "short"]
         step += 1
         if torch.cuda.is_available() and step % 8 == 0:
             torch.cuda.synchronize()  # the host stays close to the GPU, so that the clock means something
 
 
 def train_target(
-    backbone: Backbone, courses: list[Course], names: list[str], seconds: float, eager: bool, log: Log
+    backbone: Backbone, courses: dict[str, Course], names: list[str], seconds: float, eager: bool, log: Log
 ) -> None:
     """Dense selection until short needles are copied (or DENSE_SHARE of the time is gone), then the real selection."""
     device = backbone.norm.weight.device
     optimiser = Optimiser(backbone, TARGET_RATE, device)
     optimiser.schedule(0.0)
-    sparse, copied, runs = False, 0.0, {}
-    for number, done, course in turns(seconds, courses):
+    sparse, copied, runs, logged = False, 0.0, {}, {}
+    every = {"long": 8}
+    for number, done, course in turns(seconds, courses, every):
         if not sparse and (copied > COPIED or done > DENSE_SHARE):
             log(f"selection acts from step {number}, {done:.3f} of the time, {copied:.3f} of needle tokens right")
+            every.update(long=4, far=16)
             sparse, runs = True, {}  # the dense graphs' memory goes back before the sparse ones are captured
             torch.cuda.empty_cache()
         if course.name not in runs:
@@ -106,10 +113,11 @@ def train_target(
         optimiser.schedule(done)
         course.inputs.fill(course.feed.get())
         run()
-        if course is courses[0] and number % 20 == 0:
+        if course.name == "short" and number % 20 == 0:
             rows, right, _ = step.by_group[names.index("needle")].tolist()
             copied = 0.8 * copied + 0.2 * right / max(rows, 1)
-        if number % 400 < 4 and (number % 4 == 0 or course is not courses[0]):
+        if number >= logged.get(course.name, 0):
+            logged[course.name] = number + LOG_EVERY
             loss, kl, recall, share = step.scalars.tolist()
             groups = " ".join(
                 f"{name} {right / rows:.3f}/{low:.1f}"
@@ -122,7 +130,7 @@ def train_target(
 
 
 def train_drafter(
-    backbone: Backbone, drafter: Drafter, courses: list[Course], seconds: float, eager: bool, log: Log
+    backbone: Backbone, drafter: Drafter, courses: dict[str, Course], seconds: float, eager: bool, log: Log
 ) -> None:
     """The backbone is frozen; its taps are computed anew for every batch."""
     device = backbone.norm.weight.device
@@ -130,8 +138,8 @@ def train_drafter(
     optimiser.schedule(0.0)
     with torch.no_grad():
         prepare(backbone)
-    runs = {}
-    for number, done, course in turns(seconds, courses):
+    runs, logged = {}, {}
+    for number, done, course in turns(seconds, courses, {"long": 4}):
         if course.name not in runs:
             course.inputs.batch.probes = ()
             step = DraftStep(backbone, drafter, optimiser, course.inputs)
@@ -142,7 +150,8 @@ def train_drafter(
         arrays.probes = ()
         course.inputs.fill(arrays)
         run()
-        if number % 400 < 4 and (number % 4 == 0 or course is not courses[0]):
+        if number >= logged.get(course.name, 0):
+            logged[course.name] = number + LOG_EVERY
             loss, *slots, accepted = step.scalars.tolist()
             log(
                 f"drafter {course.name} {number:6d} {done:.3f} loss {loss:.3f} slots {' '.join(f'{s:.3f}' for s in slots)} accepted {accepted:.3f}"
@@ -163,6 +172,7 @@ def save(module: torch.nn.Module, out: Path, name: str) -> None:
 
 
 def report(backbone: Backbone, drafter: Drafter, corpus: Corpus, log: Log) -> None:
+    """What was learnt, in both prefill modes."""
     with torch.no_grad():
         prepare(backbone)
         prepare(drafter)
@@ -175,6 +185,7 @@ def report(backbone: Backbone, drafter: Drafter, corpus: Corpus, log: Log) -> No
 
 
 def main() -> None:
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("dataset", type=Path)
     parser.add_argument("out", type=Path)
@@ -189,7 +200,7 @@ def main() -> None:
     log = Log(arguments.out / "log.txt")
     spec = Spec.from_config(json.loads((Path(__file__).parent / "config.json").read_text()))
     corpus = Corpus(arguments.dataset)
-    shapes = {"short": SMALL} if arguments.small else {"short": SHORT, "long": LONG}
+    shapes = {"short": SMALL} if arguments.small else {"short": SHORT, "long": LONG, "far": FAR}
     scale = 8 if arguments.small else 1
     samplers = {
         name: [
@@ -210,11 +221,10 @@ def main() -> None:
     drafter = Drafter(spec)
     backbone.to(device)
     drafter.to(device)
-    courses = [Course(name, feeds[name], first_inputs(make[0], device)) for name, make in samplers.items()]
+    courses = {name: Course(name, feeds[name], first_inputs(make[0], device)) for name, make in samplers.items()}
     counts = [sum(p.numel() for p in module.parameters()) for module in (backbone, drafter)]
-    log(
-        f"{device}, {counts[0]:,} + {counts[1]:,} parameters, {[make[0].tokens for make in samplers.values()]} tokens a step"
-    )
+    tokens = [make[0].tokens for make in samplers.values()]
+    log(f"{device}, {counts[0]:,} + {counts[1]:,} parameters, {tokens} tokens a step")
     train_target(backbone, courses, corpus.group_names, arguments.seconds, arguments.eager, log)
     save(backbone, arguments.out, "target")
     train_drafter(backbone, drafter, courses, arguments.draft_seconds, arguments.eager, log)
