@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.load_servers import PATH
@@ -65,27 +66,40 @@ async def measure(pid: int, port: int, streams: int, seconds: float) -> tuple[fl
     return spent / sum(counts), counts
 
 
+@dataclass(frozen=True)
+class Running:
+    """One server process."""
+
+    pid: int
+    port: int
+    log: Path  # its stderr
+
+
 @contextlib.contextmanager
-def server(stack: str, rate: float) -> Iterator[tuple[int, int]]:
-    """(pid, port) of one running server process."""
+def server(stack: str, rate: float) -> Iterator[Running]:
+    """One running server; gone at the end of the block."""
     with tempfile.TemporaryDirectory(prefix="dsuf-load-") as folder:
         command = [sys.executable, "-m", "tests.support.load_servers", stack, folder, str(rate)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT)
+        log = Path(folder) / "log"
+        with log.open("wb") as written:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=written, cwd=ROOT)
         try:
-            yield process.pid, int(process.stdout.readline())
+            yield Running(process.pid, int(process.stdout.readline()), log)
         finally:
             process.terminate()
             process.wait()
 
 
-def compare(streams: int, rate: float, seconds: float, rounds: int) -> dict[str, list[float]]:
+def compare(
+    streams: int, rate: float, seconds: float, rounds: int, stacks: tuple[str, ...] = STACKS
+) -> dict[str, list[float]]:
     """Microseconds an event of each stack, one value a round. No stream may starve."""
-    found: dict[str, list[float]] = {stack: [] for stack in STACKS}
+    found: dict[str, list[float]] = {stack: [] for stack in stacks}
     with contextlib.ExitStack() as running:
-        servers = {stack: running.enter_context(server(stack, rate)) for stack in STACKS}
+        servers = {stack: running.enter_context(server(stack, rate)) for stack in stacks}
         for _ in range(rounds):
-            for stack, (pid, port) in servers.items():
-                spent, counts = asyncio.run(measure(pid, port, streams, seconds))
+            for stack, one in servers.items():
+                spent, counts = asyncio.run(measure(one.pid, one.port, streams, seconds))
                 found[stack].append(spent * 1e6)
                 assert min(counts) > 0.5 * statistics.median(counts), (stack, sorted(counts)[:5])
     return found
