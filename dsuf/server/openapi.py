@@ -70,7 +70,7 @@ def _choice(*values: str) -> Schema:
 def _call(summary: str, body: Schema, streams: bool = False) -> Schema:
     answer: Schema = {"application/json": {"schema": {"type": "object"}}}
     if streams:
-        answer["text/event-stream"] = {"schema": {"type": "string"}}
+        answer["text/event-stream"] = {"schema": {}}
     return {
         "summary": summary,
         "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},

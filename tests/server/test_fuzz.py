@@ -27,7 +27,7 @@ OPERATIONS = [
     for mode in (POSITIVE, NEGATIVE)
     if mode is POSITIVE or "requestBody" in operation
 ]
-EXAMPLES = 15
+EXAMPLES = 12
 
 
 @pytest.fixture(scope="module")

@@ -85,3 +85,30 @@ def test_the_text_is_the_one_that_was_encoded(protocol):
     for size in range(1, 9):
         got = answer(TEXT, protocol, request(protocol, stream=True, **fields), split(encode(text), [size]), "stop")
         assert got["text"] == text and got["tokens"] == len(encode(text)) and got["finish"] == "stop"
+
+
+SPECIAL = [i for i, text in enumerate(TEXT.vocabulary.bytes_of) if i > 127_999 and text]
+MARKUP = encode("\n\n" + call(city="x", n=1) + '</think><think>{}[],:"')
+any_ids = st.lists(
+    st.one_of(
+        st.sampled_from(sorted(TEXT.vocabulary.open_ids)),
+        st.integers(2, 127_999),
+        st.sampled_from(SPECIAL),
+        st.sampled_from(MARKUP),
+    ),
+    min_size=1,
+    max_size=30,
+)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda protocol: protocol.name)
+@settings(max_examples=60, deadline=None)
+@given(any_ids, splits, st.booleans(), st.booleans(), st.sampled_from(["stop", "length"]))
+def test_any_ids_are_told_alike_and_never_a_crash(protocol, ids, sizes, thinking, tools, reason):
+    fields = {"thinking": thinking, "tools": tools, "stop": None}
+    whole = answer(TEXT, protocol, request(protocol, stream=False, **fields), [ids], reason)
+    streamed = answer(TEXT, protocol, request(protocol, stream=True, **fields), split(ids, sizes), reason)
+    if protocol is MESSAGES:
+        streamed["calls"] = [(name, _normal(arguments)) for name, arguments in streamed["calls"]]
+    assert streamed == whole
+    assert whole["tokens"] == len(ids)
