@@ -59,14 +59,16 @@ class Expander(ast.NodeTransformer):
 
     def constant(self, node: ast.expr) -> tuple[bool, Any]:
         """(True, value) if an expression is known while expanding."""
-        scope = {**self.names, **self.loops}
+        if isinstance(node, ast.Constant):
+            return True, node.value
         for inner in ast.walk(node):
-            if isinstance(inner, ast.Name) and inner.id not in scope and inner.id not in _SAFE:
+            known = isinstance(inner, ast.Name) and (inner.id in self.loops or inner.id in self.names)
+            if isinstance(inner, ast.Name) and not known and inner.id not in _SAFE:
                 return False, None
             if isinstance(inner, ast.Call) and not (isinstance(inner.func, ast.Name) and inner.func.id in _SAFE):
                 return False, None
-        code = compile(ast.fix_missing_locations(ast.Expression(copy.deepcopy(node))), "<constant>", "eval")
-        value = eval(code, {"__builtins__": _SAFE}, scope)  # expressions of our own kernels only
+        code = compile(ast.fix_missing_locations(ast.Expression(node)), "<constant>", "eval")
+        value = eval(code, {"__builtins__": _SAFE}, {**self.names, **self.loops})  # expressions of our own kernels only
         return isinstance(value, _CONSTANT), value
 
     def need(self, node: ast.expr, what: str) -> Any:

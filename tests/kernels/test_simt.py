@@ -217,3 +217,17 @@ def test_tensor_core_fragments_are_where_the_manual_says():
     expected = left @ right
     for r in range(4):
         assert np.array_equal(c[:, r], expected[g + 8 * (r >> 1), 2 * t + (r & 1)])
+
+
+def test_the_ceiling_kernel_reads_every_word_once():
+    from dsuf.kernels import ceiling
+
+    rng = np.random.default_rng(2)
+    source = rng.integers(0, 1 << 32, 3 * ceiling.PIECE // 4, dtype=np.uint64).astype(np.uint32)
+    reads = ceiling.THREADS * ceiling.IN_FLIGHT * 4
+    lanes = source.reshape(3, ceiling.IN_FLIGHT, ceiling.THREADS, 4)
+    found = np.bitwise_xor.reduce(np.bitwise_xor.reduce(np.bitwise_xor.reduce(lanes, axis=0), axis=0), axis=-1)
+    lanes[2, 7, :, 3] ^= found ^ np.uint32(ceiling.NEVER)  # now each thread finds the number
+    memory, out = GlobalMemory(), np.zeros(ceiling.THREADS, np.uint32)
+    run(ceiling.make(), memory, [memory.add(source), 3, memory.add(out)], grid=(1, 1))
+    assert (out == ceiling.NEVER).all() and reads * 3 == source.size
