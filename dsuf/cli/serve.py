@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -100,6 +101,7 @@ def serve(
         with runtime_folder(environment.runtime_dir) as folder:
             kept = kv.agent_options(flags, engine, folder, environment)
             agent = kv.AgentProcess(kept) if kept is not None else None
+            threading.Thread(target=text.encoder.load, daemon=True).start()  # while the engine loads
             process = EngineProcess(folder / "engine.sock", engine, kept.socket_path if kept is not None else None)
             ready_line = f"dsuf serves {ckpt}, ready on {address}"
             code = serve_with_engine(process, text, server, sock, ready_line, agent)

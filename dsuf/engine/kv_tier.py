@@ -20,6 +20,7 @@ from dsuf.engine.backend import Limits
 from dsuf.engine.messages import Request
 from dsuf.engine.tier import PENDING, Buffer, Hit, Pending, Reserved
 from dsuf.kv import messages as m
+from dsuf.kv.arena import runs
 from dsuf.kv.client import EngineClient
 from dsuf.kv.names import ids_bytes
 
@@ -108,8 +109,9 @@ class KvTier:
         if not answer.slots:  # it is saved already
             visit.refused.add(position)
             return None
-        new, slots = np.frombuffer(answer.new, "<u4").tolist(), self._slots(answer.slots)
-        return KvReserved(dict(zip(new, slots, strict=False)), slots[len(new) :], answer.entry)
+        new, slots = np.frombuffer(answer.new, "<u4").tolist(), np.frombuffer(answer.slots, "<u4")
+        pages = dict(zip(new, self._buffers([(slot, 1) for slot in slots[: len(new)].tolist()]), strict=True))
+        return KvReserved(pages, self._buffers(runs(slots[len(new) :])), answer.entry)
 
     def ready(self, reserved: Reserved) -> None:
         self._client.ready(reserved.entry)
@@ -143,12 +145,14 @@ class KvTier:
             self._client.release(visit.request.id)
             return None
         visit.base, visit.base_tokens = claimed.entry, claimed.tokens
-        slots = self._slots(claimed.slots)
-        return Hit(claimed.tokens, claimed.source, slots[: claimed.pages], slots[claimed.pages :])
+        slots = np.frombuffer(claimed.slots, "<u4")
+        pages = self._buffers([(slot, 1) for slot in slots[: claimed.pages].tolist()])
+        return Hit(claimed.tokens, claimed.source, pages, self._buffers(runs(slots[claimed.pages :])))
 
-    def _slots(self, numbers: bytes) -> list[Buffer]:
+    def _buffers(self, extents: list[tuple[int, int]]) -> list[Buffer]:
+        """Memory of each (first slot, slots)."""
         size, memory = self._client.geometry.slot_bytes, self._client.view
-        return [memory[slot * size : (slot + 1) * size] for slot in np.frombuffer(numbers, "<u4").tolist()]
+        return [memory[first * size : (first + count) * size] for first, count in extents]
 
     def _ask(self, key: str, visit: _Visit, ids: Items[int], position: int, periodic: bool) -> m.Reserved | m.Nothing:
         """RESERVE, waiting a little for the answer."""

@@ -24,8 +24,8 @@ Encode = Callable[[Callable[[], Prompt | None]], Awaitable[Prompt | None]]  # ru
 class Prefixes:
     """The web process's dealings with the agent."""
 
-    def __init__(self, client: WebClient) -> None:
-        self._client = client
+    def __init__(self, client: WebClient, resume_tokens: int = RESUME_TOKENS) -> None:
+        self._client, self._resume_tokens = client, resume_tokens
         self.misread = 0  # prefixes whose ids did not read as the prompt's text
 
     async def prompt(self, begun: Unencoded, reply_id: str, tenant: str, encode: Encode) -> Prompt:
@@ -40,7 +40,7 @@ class Prefixes:
                 tokens = 0
         if prompt is None:
             prompt = await encode(begun.encode)
-        if len(prompt.ids) - tokens > RESUME_TOKENS:  # a point inside a long text that others have begun alike
+        if len(prompt.ids) - tokens > self._resume_tokens:  # a point inside a long text that others have begun alike
             inner = await self._client.lookup(reply_id, tenant, ids=prompt.ids, beyond=tokens)
             tokens = inner.tokens if isinstance(inner, m.Found) else tokens
         return replace(prompt, lease=m.FOUND if tokens else m.NONE, tenant=tenant)

@@ -11,7 +11,6 @@ no id after it, so that a cached prefix of any ids that read the same can be fol
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import threading
@@ -77,7 +76,7 @@ class PromptEncoder:
 
     def __init__(self, vocabulary: Vocabulary, encoding: dr.DeepseekV41Encoding, tokenizer_json: str) -> None:
         self._encoding, self._json = encoding, tokenizer_json
-        self._lock = threading.Lock()
+        self._lock, self._tokenizer = threading.Lock(), None
         self._id_of: dict[str, int] = {}
         for kind in (value for value in vars(dr.SpecialToken).values() if isinstance(value, dr.SpecialToken)):
             spelling = vocabulary.special_tokens.token(kind)
@@ -144,16 +143,18 @@ class PromptEncoder:
         table = self._bytes
         return b"".join([table[token] for token in ids])
 
-    @functools.cached_property
-    def _plain_unlocked(self) -> Tokenizer:
-        document = json.loads(self._json)
-        # Without added tokens their spellings in a text are text, as the recipe has it.
-        return Tokenizer.from_str(json.dumps({**document, "added_tokens": []}))
+    def load(self) -> None:
+        """Make what the first prompt would wait for: 1 to 2 s for V4.1's vocabulary."""
+        _ = self._plain
 
     @property
     def _plain(self) -> Tokenizer:
+        """Without added tokens their spellings in a text are text, as the recipe has it."""
         with self._lock:
-            return self._plain_unlocked
+            if self._tokenizer is None:
+                document = json.loads(self._json)
+                self._tokenizer = Tokenizer.from_str(json.dumps({**document, "added_tokens": []}))
+            return self._tokenizer
 
     def _add(self, rendering: Rendering, hashed: TextHash, text: str, token: int | None) -> None:
         rendering.pieces.append((text, token))

@@ -182,7 +182,7 @@ def test_killed_and_started_empty_under_load_everything_is_back(server, monkeypa
         task.cancel()
         kinds = [answer for answer, _ in answers]
         assert "down" in kinds and kinds[0] == (0, ["a"])
-        assert max(seconds for _, seconds in answers) < 0.2, "never waits longer than the deadline"
+        assert max(seconds for _, seconds in answers) < 0.4, "never waits longer than the deadline"
 
 
 def test_emptied_without_a_restart_everything_is_back(server, monkeypatch):
@@ -219,7 +219,7 @@ def test_slow_redis_costs_one_deadline_and_then_nothing(server):
         server.freeze()
         begin = time.monotonic()
         assert await sids(a, KEYS) == "down"
-        assert 0.04 < time.monotonic() - begin < 0.2
+        assert 0.1 < time.monotonic() - begin < 0.4
         begin = time.monotonic()
         assert [await sids(a, KEYS) for _ in range(100)] == ["down"] * 100
         assert time.monotonic() - begin < 0.05
