@@ -38,6 +38,9 @@ class Reply:
         self._prompt, self._protocol = prompt, prompt.protocol
         self._open_ids = text.vocabulary.open_ids
         options = prompt.converted.parsing_options
+        if options.thinking_initial_stage is None and prompt.converted.conversation.messages[-1].prefix:
+            # what continues an answer may begin with a line break, which the parser drops from a new one
+            options.thinking_initial_stage = dr.ThinkingInitialStage.ContentContinuation
         self._one_by_one = bool(options.stop_sequences) or prompt.sampling.logprobs is not None
         generator = self._protocol.request.chunk_generator(prompt.converted, reply_id, prompt.model)
         if self._protocol is RESPONSES:

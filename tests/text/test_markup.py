@@ -188,3 +188,14 @@ def test_a_broken_call_is_told_without_a_crash(protocol):
             for stream in (False, True):
                 got = answer(TEXT, protocol, asked(protocol, tools=True, stream=stream), [encode(broken)], reason)
                 assert "DSML" not in got["text"]
+
+
+def test_a_continued_answer_holds_only_what_is_new():
+    half = {"role": "assistant", "content": "```python\n", "prefix": True}
+    body = asked(CHAT, stop=["```"]) | {"messages": [{"role": "user", "content": "code"}, half]}
+    got = answer(TEXT, CHAT, body, split(encode("\nprint(1)\n```\nDone"), [3]), "stop")
+    assert (got["text"], got["reasoning"], got["finish"]) == ("\nprint(1)\n", "", "stop")
+    thought = {"role": "assistant", "content": "", "reasoning_content": "so", "prefix": True}
+    body = {"model": "deepseek-flash", "stream": True, "messages": [{"role": "user", "content": "x"}, thought]}
+    got = answer(TEXT, CHAT, body, split(encode(" far</think>Yes"), [2]), "stop")
+    assert (got["text"], got["reasoning"]) == ("Yes", " far")

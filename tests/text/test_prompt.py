@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from dsuf.errors import CheckpointError, NotSupported, PromptError, UsageError
 from dsuf.spec import Spec
 from dsuf.text.prompt import NO_IMAGES, ChatText, GenerationDefaults
+from dsuf.text.protocols import CHAT, MESSAGES, RESPONSES
 from dsuf.text.tokenizer import v41_tokenizer_json
 from tests.support.serving import encode, v41_spec, v41_text
 
@@ -395,3 +396,33 @@ def test_what_an_answer_must_fit_is_asked_of_the_engine():
     assert demanded["kind"] == "lark" and "call+" in demanded["text"]
     alone = constraint(**OFF, tools=[tool], tool_choice="required", parallel_tool_calls=False)
     assert "call+" not in alone["text"]
+
+
+@pytest.mark.parametrize(
+    ("effort", "written"),
+    [("minimal", 50), ("low", 50), ("medium", 75), ("high", 75), ("xhigh", 75), ("max", 100), ("ultra", 100)],
+)
+def test_the_effort_is_written_into_the_prompt_of_every_protocol(effort, written):
+    text = v41_text()
+    spelled = encode(f"Reasoning Effort: {written} ")[:-1]
+    base = {"model": "deepseek-flash"}
+    for protocol, body in (
+        (CHAT, {**base, "messages": HELLO, "reasoning_effort": effort}),
+        (RESPONSES, {**base, "input": "Hello", "reasoning": {"effort": effort}}),
+        (MESSAGES, {**base, "messages": HELLO, "max_tokens": 9, "output_config": {"effort": effort}}),
+    ):
+        assert text.prompt(protocol, body).ids[2 : 2 + len(spelled)] == spelled
+    for protocol, body in (
+        (CHAT, {**base, "messages": HELLO, "reasoning_effort": "none"}),
+        (RESPONSES, {**base, "input": "Hello", "reasoning": {"effort": "none"}}),
+    ):
+        assert text.prompt(protocol, body).ids == [0, 128803, 19923, 128804, 128822]
+
+
+def test_an_answer_can_be_continued_and_so_can_reasoning():
+    half = {"role": "assistant", "content": "```python\n", "prefix": True}
+    assert prompt(**OFF, messages=[*HELLO, half]).ids[-len(encode("```python\n")) :] == encode("```python\n")
+    thought = {"role": "assistant", "content": "", "reasoning_content": "so", "prefix": True}
+    made = prompt(messages=[*HELLO, thought])
+    assert made.ids[-1] == encode("so")[0] and made.ids[-2] == 128821
+    assert made.converted.parsing_options.thinking_initial_stage.starts_in_reasoning()
