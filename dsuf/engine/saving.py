@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from dsuf.engine.backend import MOST_REWOUND, Backend
 from dsuf.engine.sequence import Sequence
@@ -52,6 +53,7 @@ class Saver:
         except UsageError:
             sequence.hit = None
             return
+        sequence.hit = replace(hit, pages=(), state=())  # whoever lent the bytes takes them back
         self._saved[key] = hit.position
         self._after.append((copy, lambda: self.tier.restored(key)))
 

@@ -181,6 +181,8 @@ class Scheduler:
         """Give every stream room for its next steps, the oldest first; who is parked for that, and who gets none."""
         parked: list[Sequence] = []
         stalled: set[str] = set()
+        if self.ledger.limits.cache_pages is None:
+            return parked, stalled
         for sequence in sorted(self._decoding.values(), key=_rank):
             while sequence.phase is Phase.DECODE and not self.ledger.grow(sequence):
                 victim = self._park_one()

@@ -183,7 +183,7 @@ def test_a_frame_that_is_no_command_ends_the_engine_with_words(start):
 
 
 def test_every_message_survives_the_pipe():
-    commands = [Request("a", [1, 2], 3, eos_ids=[1]), Cancel("a"), StatusRequest()]
+    commands = [Request("a", [1, 2], 3, eos_ids=[1]), Cancel("a", keep=3), StatusRequest()]
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(commands), type=list[Command]) == commands
     events = [
         Admitted("a", 2),

@@ -51,8 +51,7 @@ def run(engine, request, breaks=(), steps_back=0):
     while not engine.idle:
         if turn in breaks and sequence.emitted and last_point(engine.backend, sequence):
             back = steps_back if sequence.last_position - 2 * steps_back > sequence.prompt_len else 0
-            if engine.backend._caches[request.id].length == sequence.last_position:
-                out_and_in(engine.backend, sequence, back if turn == min(breaks) else 0)
+            out_and_in(engine.backend, sequence, back if turn == min(breaks) else 0)
         if sequence.emitted and sequence.last_position >= 2:
             last = taken(engine.backend, sequence, last_point(engine.backend, sequence))
         engine.step()
