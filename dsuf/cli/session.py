@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     from tokenizers import Tokenizer
 
-    from dsuf.engine.engine import Engine
+    from dsuf.engine.engine import Engine, TierFactory
     from dsuf.engine.options import EngineOptions
     from dsuf.model.checkpoint import Checkpoint
     from dsuf.text.prompt import ChatText
@@ -95,8 +95,8 @@ def prepare(ckpt: str, options: EngineOptions) -> EngineOptions:
     return replace(options, ckpt=folder)
 
 
-def open_session(ckpt: str, options: EngineOptions) -> Session:
-    """Open the checkpoint and load the engine. Raises CheckpointError or ConfigError."""
+def open_session(ckpt: str, options: EngineOptions, tier: TierFactory | None = None) -> Session:
+    """Open the checkpoint and load the engine, with a cache tier if given. Raises CheckpointError or ConfigError."""
     from dsuf.engine.engine import open_engine
     from dsuf.model.checkpoint import Checkpoint
 
@@ -104,7 +104,7 @@ def open_session(ckpt: str, options: EngineOptions) -> Session:
     checkpoint = Checkpoint.open(options.ckpt)
     say_defaults(checkpoint)
     with progress(f"loading {ckpt}", "%") as update:
-        engine = open_engine(options, lambda what, share: update(round(share * 100), 100), class_map_of)
+        engine = open_engine(options, lambda what, share: update(round(share * 100), 100), class_map_of, tier=tier)
     return Session(ckpt, checkpoint, engine)
 
 

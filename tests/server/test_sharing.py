@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from dsuf.kv import directory
+from dsuf.kv import client, directory, saves
 from tests.support.serving import encode
 from tests.support.sharing import sharing_servers
 
@@ -30,7 +30,9 @@ CALL = (
 
 @pytest.fixture(autouse=True)
 def patient_look_ups(monkeypatch):
-    monkeypatch.setattr(directory, "FIND_S", 2.0)  # other tests may hold every core
+    # other tests may hold every core
+    for module, name in ((directory, "FIND_S"), (directory, "WRITE_S"), (saves, "ALIAS_WAIT_S"), (client, "ALIAS_S")):
+        monkeypatch.setattr(module, name, 3.0)
 
 
 def user(content):

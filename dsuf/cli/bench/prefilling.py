@@ -28,7 +28,7 @@ def prefill_samples(session: Session, lengths: tuple[int, ...], bench: BenchOpti
     longest = session.engine.limits.max_context - 1
     if max(lengths) > longest:
         raise PromptError(f"--tokens has {max(lengths):,}; this checkpoint takes prompts of up to {longest:,} tokens.")
-    prompts = {length: _prompt_ids(session, length) for length in lengths}
+    prompts = {length: prompt_ids(session, length) for length in lengths}
     samples, done, repeats = [], 0, bench.warmup + bench.repeat
     with progress("bench prefill", "prompts") as update:
         for repeat in range(repeats):
@@ -59,7 +59,7 @@ def _measure(session: Session, ids: list[int], seed: int) -> dict[str, float]:
     return {"s": took_s, "tokens_per_s": len(ids) / took_s, "peak_bytes": _peak_bytes()}
 
 
-def _prompt_ids(session: Session, length: int) -> tuple[list[int], dict[str, float]]:
+def prompt_ids(session: Session, length: int) -> tuple[list[int], dict[str, float]]:
     """`length` ids of plain text and {tokenize_s}; without a tokenizer, ids that walk the vocabulary and nothing."""
     if session.checkpoint.tokenizer_path is None:
         vocabulary = session.checkpoint.spec.vocab_size

@@ -96,7 +96,14 @@ def bigger_is_better(name: str) -> bool | None:
 
 def unit(name: str) -> str:
     """Unit of a metric, from the end of its name."""
-    for suffix, text in (("_tokens_per_s", "tokens/s"), ("_us", "us"), ("_ms", "ms"), ("_s", "s"), ("_bytes", "B")):
+    for suffix, text in (
+        ("_tokens_per_s", "tokens/s"),
+        ("_gb_per_s", "GB/s"),
+        ("_us", "us"),
+        ("_ms", "ms"),
+        ("_s", "s"),
+        ("_bytes", "B"),
+    ):
         if name.endswith(suffix):
             return text
     known = {"accept_length": "tokens/step", "time_over_floor": "x floor"}

@@ -1,0 +1,44 @@
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from dsuf.cli import kv as flags
+from dsuf.cli.app import app
+from dsuf.cli.bench.saving import look_ups
+from dsuf.errors import ConfigError
+
+
+def test_a_saved_prefix_is_faster_than_computing_it(tmp_path):
+    out = tmp_path / "kv.json"
+    arguments = ["bench", "kv", "--tokens", "512", "--size", "8m", "--repeat", "1", "--warmup", "1"]
+    ran = CliRunner().invoke(app, [*arguments, "--output", str(out)])
+    assert ran.exit_code == 0, ran.output
+    result = msgspec.json.decode(out.read_bytes())
+    metrics = result["metrics"]
+    assert result["kind"] == "kv" and metrics["cached_512"] == 510
+    assert metrics["hit_512_s"] < metrics["miss_512_s"]
+    assert metrics["hit_over_miss_512"] == pytest.approx(metrics["hit_512_s"] / metrics["miss_512_s"])
+    assert {"tcp_over_raw_socket", "shm_over_memcpy", "find_hit_us"} <= metrics.keys()
+    assert "first token of 512 tokens" in ran.output
+
+
+def test_look_ups_are_timed_to_their_end():
+    times = look_ups()
+    assert all(20 < value < 1e6 for value in times.values())
+
+
+def test_sizes_and_paths_of_the_flags():
+    assert [flags.parse_bytes("--x", text) for text in ("0", "500m", "64G", "2 gib", "7")] == [
+        0,
+        500 << 20,
+        64 << 30,
+        2 << 30,
+        7,
+    ]
+    assert flags.parse_paths("auto") == ("shm", "rdma", "tcp") and flags.parse_paths("tcp, shm") == ("tcp", "shm")
+    for wrong in ("", "64x", "-1", "1.5g"):
+        with pytest.raises(ConfigError):
+            flags.parse_bytes("--kv-host-bytes", wrong)
+    for wrong in ("", "tcp,tcp", "ib"):
+        with pytest.raises(ConfigError):
+            flags.parse_paths(wrong)
