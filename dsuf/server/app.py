@@ -11,6 +11,7 @@ import contextlib
 import errno
 import gc
 import os
+import resource
 import signal
 import socket
 import threading
@@ -124,6 +125,7 @@ async def serve(
     app.state.drain = Drain(service, server.stop)
     start = _Start(service, on_ready, server.stop)
     service.link.on_change = start.engine_changed
+    _allow_many_files()
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, app.state.drain.on_signal, number)
@@ -162,6 +164,13 @@ async def _ask_status(link: EngineLink) -> None:
         await asyncio.sleep(_STATUS_EVERY_S)
         if link.state == "ready":
             link.ask_status()
+
+
+def _allow_many_files() -> None:
+    """A connection is a file, and many systems start processes with room for 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _spare_the_collector() -> None:
