@@ -7,6 +7,7 @@ The same object runs in the engine process under `serve` and in-process under `r
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -66,7 +67,7 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
         self._events: list[Event] = []  # said between turns (cancels); go out with the next one
         self._rows = 0
-        self._chunk_until: float | None = None  # end of a chunk that has time left
+        self._chunk_until = -math.inf  # end of a chunk that has time left
 
     @property
     def idle(self) -> bool:
@@ -107,10 +108,10 @@ class Engine:
     def step(self) -> list[Event]:
         """One turn of the wheel; [] when idle. What a backend raises goes through: `abort` then ends what runs."""
         self._settle()
-        worked = self._chunk_until is not None and self._prefill()
+        worked = self._clock() < self._chunk_until and self._prefill(self._chunk_until)
         if not worked:
             worked = self._decode()
-            worked = self._prefill() or worked
+            worked = self._prefill(self._clock() + self.options.prefill_budget_s) or worked
         if worked:
             self._publish(self.backend.poll())
         elif not self._events and (self._gate.holds or self._copying):
@@ -195,14 +196,12 @@ class Engine:
             self.backend.enqueue(turn.decode)
         return bool(turn.decode)
 
-    def _prefill(self) -> bool:
-        """One chunk: prompts in the scheduler's order until the budget is used up. Whether there was any.
+    def _prefill(self, until: float) -> bool:
+        """One chunk: prompts in the scheduler's order until its time is over. Whether there was any.
 
         A prompt that is complete ends the turn, so that its first token goes out; the next turn uses what is left.
         """
-        until, worked = self._chunk_until, False
-        until = self._clock() + self.options.prefill_budget_s if until is None else until
-        self._chunk_until = None
+        self._chunk_until, worked = -math.inf, False
         while (sequence := self._scheduler.next_prompt(start := self._clock())) is not None:
             if not sequence.admitted:
                 self._admit(sequence)
@@ -217,7 +216,7 @@ class Engine:
             if self._saver is not None:
                 self._saver.prefilled(sequence, got, now - start, done=done)
             if done or now >= until or got < rows:
-                self._chunk_until = until if done and now < until else None
+                self._chunk_until = until if done else -math.inf
                 break
         return worked
 

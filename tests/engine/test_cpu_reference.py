@@ -100,6 +100,28 @@ def test_one_seed_gives_one_text_in_any_batch_and_chunking(micro, prefill):
         assert texts(open_engine(options), *requests) == alone
 
 
+@pytest.mark.parametrize("prefill", ["exact", "truncated"])
+def test_streams_that_are_parked_in_between_say_the_same(micro, prefill):
+    rng = np.random.default_rng(6)
+    requests = [
+        Request(
+            str(i),
+            [int(token) for token in rng.integers(3, 60, 100 + i)],
+            max_tokens=40,
+            sampling=Sampling(temperature=(0.0, 1.0)[i % 2], seed=i),
+            verify=(5, None, 0, 3)[i],
+        )
+        for i in range(4)
+    ]
+    alone = {request.id: text(micro, request, prefill=prefill) for request in requests}
+    engine = open_engine(EngineOptions(ckpt=micro, prefill=prefill, cache_tokens=5 * 128))
+    assert engine.limits.max_context == 5 * 128 - 12
+    parked, step = [], engine.step
+    engine.step = lambda: parked.append(engine.status().parked) or step()
+    assert texts(engine, *requests) == alone
+    assert max(parked) >= 1 and engine.ledger() == {"weights": engine.ledger()["weights"], "caches": 0}
+
+
 def test_accepted_drafts_change_nothing_but_the_number_of_steps(micro):
     """The drafter is told the greedy continuation, spoiled here and there, so that every accepted length occurs."""
     prompt, count = list(range(3, 24)), 60
