@@ -141,8 +141,9 @@ def serve_with_engine(
         process.stop()
         if agent is not None:
             agent.stop()
-    if process.failure is not None:
-        raise process.failure
+    for failure in (process.failure, agent.failure if agent is not None else None):
+        if failure is not None:
+            raise failure
     return code
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import multiprocessing.process
 import re
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,7 +16,7 @@ import typer
 
 from dsuf.cli.live import say
 from dsuf.config import Environment
-from dsuf.errors import ConfigError
+from dsuf.errors import ConfigError, DsufError, EnvironmentProblem
 
 if TYPE_CHECKING:
     from dsuf.engine.options import EngineOptions
@@ -50,6 +52,7 @@ Transport = Annotated[
 MOST_BY_DEFAULT = 64 << 30
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 16.0
 STOP_WITHIN_S = 5.0
+_LOOK_EVERY_S = 0.05
 _PATHS = ("shm", "rdma", "tcp")
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -125,10 +128,11 @@ def agent_options(flags: KvFlags, engine: EngineOptions, folder: Path, environme
 
 
 class AgentProcess:
-    """Runs `serve_agent`; a server without it goes on and computes what it would have found."""
+    """Runs `serve_agent`; a server whose agent dies goes on and computes what it would have found."""
 
     def __init__(self, options: AgentOptions) -> None:
         self.options = options
+        self.failure: DsufError | None = None  # it could not start at all
         self._process: multiprocessing.process.BaseProcess | None = None
 
     def start(self) -> None:
@@ -141,11 +145,19 @@ class AgentProcess:
         self._process.start()
 
     async def watch(self) -> None:
-        """Start it anew whenever it dies."""
-        wait_s = FIRST_WAIT_S
+        """Start it anew whenever it dies; ends the server by SIGTERM when it never came up."""
+        wait_s, was_up = FIRST_WAIT_S, False
         while True:
-            await self._ended()
-            say(f"the kv agent ended with exit status {self._process.exitcode}; it is started again in {wait_s:.0f} s")
+            was_up = await self._ended(was_up)
+            status = self._process.exitcode
+            if not was_up:
+                kind = ConfigError if status == ConfigError.exit_code else EnvironmentProblem
+                self.failure = kind(
+                    "The kv agent could not start; its message is above. --kv-host-bytes 0 does without."
+                )
+                signal.raise_signal(signal.SIGTERM)
+                return
+            say(f"the kv agent ended with exit status {status}; it is started again in {wait_s:.0f} s")
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
             self.start()
@@ -160,14 +172,19 @@ class AgentProcess:
             if self._process.exitcode is not None:
                 return
 
-    async def _ended(self) -> None:
+    async def _ended(self, was_up: bool) -> bool:
+        """Wait for its end; whether it, or one before it, listened."""
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self._process.sentinel, ended.set)
         try:
-            await ended.wait()
+            while not ended.is_set():
+                was_up = was_up or self.options.socket_path.exists()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(ended.wait(), None if was_up else _LOOK_EVERY_S)
         finally:
             loop.remove_reader(self._process.sentinel)
         self._process.join()
+        return was_up
 
 
 def _default_bytes() -> int:
