@@ -20,7 +20,8 @@ from dsuf.kernels.ptx.op import ALL_CHIPS, HOPPER
 from dsuf.spec import Spec
 
 MODULES = (
-    "project", "experts", "route", "swiglu", "mixes", "latents", "compress", "attend", "index", "select", "ceiling",
+    "engram", "project", "experts", "route", "swiglu", "mixes", "latents", "compress", "attend", "index", "select",
+    "ceiling",
 )  # fmt: skip
 ROW_TILES = (8, 16, 24, 48)
 CONFIGS = Path(__file__).parents[1] / "configs"

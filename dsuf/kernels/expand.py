@@ -247,6 +247,10 @@ class Expander(ast.NodeTransformer):
         arguments = [self.visit(part) for part in (node.test, node.body, node.orelse)]
         return ast.Call(ast.Name("select", ast.Load()), arguments, [])  # no branch, and so no block for Numba
 
+    def visit_BinOp(self, node: ast.BinOp) -> Any:
+        known, value = self.constant(node)  # folded here in float64: Numba would carry float64 into the kernel
+        return self.visit_Constant(ast.Constant(value)) if known else self.generic_visit(node)
+
     def visit_BoolOp(self, node: ast.BoolOp) -> Any:
         operator = ast.BitAnd() if isinstance(node.op, ast.And) else ast.BitOr()
         result = self.visit(node.values[0])

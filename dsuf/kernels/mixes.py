@@ -12,7 +12,8 @@ direct predecessor are done.
 
 X bf16 [rows, 4, D] in place; parts bf16 [rows * slots, D], last bf16 [rows, D]; sums float32 [rows, 26] (24, sum of
 X'^2, unused); x bf16 [rows, D], codes e4m3 [rows, D], scales ue8m0 [rows, scale_stride(D)]; fn float32 [24, 4 D].
-`first`: X is a fresh embedding, nothing is unfolded and pre = (1, 0, 0, 0). `tap`: the mean of the streams, bf16.
+`first`: X is a fresh embedding, nothing is unfolded and pre = (1, 0, 0, 0). Without `unfolds` the streams are taken as
+they are and folded with the coefficients of sums_in: after Engram changed them. `tap`: the mean of the streams, bf16.
 
 Reference: dsuf.ops.mixes (unfold, fold, mixes), ops.norm.rms_norm, ops.qdq.q8. Bytes: fn once from L2 for each cluster;
 streams and parts (8 + 4 + 2 slots) D a row.
@@ -126,8 +127,9 @@ def coefficients(to: Any, sums: Any, scale: Any, base: Any, width: Any, rounds: 
 
 
 def make(
-    *, d: int, slots: int, rows: int, cluster: int, rounds: int, hc_eps: float, eps: float, first: bool, tap: bool
-) -> Kernel:
+    *, d: int, slots: int, rows: int, cluster: int, rounds: int, hc_eps: float, eps: float, first: bool, tap: bool,
+    unfolds: bool = True,
+) -> Kernel:  # fmt: skip
     """slots: routed experts of a row whose outputs are added (0: only `last`); d a multiple of 32 * cluster."""
     COLUMNS, SCALES = d // cluster, scale_stride(d)
     PAIRS = COLUMNS // 2
@@ -135,7 +137,8 @@ def make(
     THREADS = WARPS * 32
     AT_WARP, AT_BLOCK, AT_TOTAL = 96, 96 + 4 * SUMS * WARPS, 96 + 4 * SUMS * (WARPS + 1)
     FLAT = STREAMS * d
-    name = f"seam_{d}_s{slots}_r{rows}" + ("_first" if first else "") + ("_tap" if tap else "")
+    kinds = (("_first", first), ("_tap", tap), ("_folds", not unfolds))
+    name = f"seam_{d}_s{slots}" + "".join(text for text, holds in kinds if holds)
 
     @kernel(
         threads=THREADS, grid=(cluster * rows,), shared=AT_TOTAL + 4 * SUMS, cluster=cluster, name=name
@@ -171,33 +174,34 @@ def make(
                 u0 = low[0]
                 u1 = high[0]
             else:
-                o0 = 0.0
-                o1 = 0.0
-                for j in unroll(slots):
-                    pair = ldg_u32(parts + ((row * slots + j) * d + column) * 2)
-                    o0 = o0 + bf16_low(pair)
-                    o1 = o1 + bf16_high(pair)
-                pair = ldg_u32(last + (row * d + column) * 2)
-                if slots > 0:
-                    pair = bf16x2(o1 + bf16_high(pair), o0 + bf16_low(pair))
-                o0 = bf16_low(pair)
-                o1 = bf16_high(pair)
-                old = regs(8)
-                for j in unroll(4):
-                    old[j] = low[j]
-                    old[4 + j] = high[j]
-                for k in unroll(4):
-                    post = lds_f32(uint32(sm + 16 + 4 * k))
-                    n0 = post * o0
-                    n1 = post * o1
+                if unfolds:
+                    o0 = 0.0
+                    o1 = 0.0
+                    for j in unroll(slots):
+                        pair = ldg_u32(parts + ((row * slots + j) * d + column) * 2)
+                        o0 = o0 + bf16_low(pair)
+                        o1 = o1 + bf16_high(pair)
+                    pair = ldg_u32(last + (row * d + column) * 2)
+                    if slots > 0:
+                        pair = bf16x2(o1 + bf16_high(pair), o0 + bf16_low(pair))
+                    o0 = bf16_low(pair)
+                    o1 = bf16_high(pair)
+                    old = regs(8)
                     for j in unroll(4):
-                        mix = lds_f32(uint32(sm + 32 + 16 * j + 4 * k))
-                        n0 = fma(mix, old[j], n0)
-                        n1 = fma(mix, old[4 + j], n1)
-                    pair = bf16x2(n1, n0)
-                    stg_u32(at + k * (2 * d), pair)
-                    low[k] = bf16_low(pair)
-                    high[k] = bf16_high(pair)
+                        old[j] = low[j]
+                        old[4 + j] = high[j]
+                    for k in unroll(4):
+                        post = lds_f32(uint32(sm + 16 + 4 * k))
+                        n0 = post * o0
+                        n1 = post * o1
+                        for j in unroll(4):
+                            mix = lds_f32(uint32(sm + 32 + 16 * j + 4 * k))
+                            n0 = fma(mix, old[j], n0)
+                            n1 = fma(mix, old[4 + j], n1)
+                        pair = bf16x2(n1, n0)
+                        stg_u32(at + k * (2 * d), pair)
+                        low[k] = bf16_low(pair)
+                        high[k] = bf16_high(pair)
                 for k in unroll(4):
                     pre = lds_f32(uint32(sm + 4 * k))
                     u0 = fma(pre, low[k], u0)
@@ -277,16 +281,18 @@ def entries(width: Width) -> list[Entry]:
     spec = width.spec
     d, routed, drafted = spec.hidden_size, spec.num_experts_per_tok, spec.dspark_num_experts_per_tok
     found = []
-    for name, slots, first, tap in (
-        ("first", 0, True, False),
-        ("after_attention", 0, False, False),
-        ("after_experts", routed, False, False),
-        ("after_experts_tap", routed, False, True),
-        ("after_draft_experts", drafted, False, False),
+    for name, slots, first, tap, unfolds in (
+        ("first", 0, True, False, True),
+        ("after_attention", 0, False, False, True),
+        ("after_experts", routed, False, False, True),
+        ("after_experts_tap", routed, False, True, True),
+        ("after_draft_experts", drafted, False, False, True),
+        ("after_engram", 0, False, False, False),
     ):
         shape = {
             "d": d, "slots": slots, "rows": MOST_ROWS, "cluster": min(8, d // 32), "rounds": spec.hc_sinkhorn_iters,
             "hc_eps": spec.hc_eps, "eps": spec.rms_norm_eps, "first": first, "tap": tap,
+            "unfolds": unfolds,
         }  # fmt: skip
         nbytes = 4 * ROWS_OF_FN * STREAMS * d + MOST_ROWS * d * (16 + 2 * (slots + 1) + 3)
         operations = 2 * MOST_ROWS * d * STREAMS * (ROWS_OF_FN + STREAMS + 2)

@@ -73,7 +73,7 @@ def test_range_becomes_a_counted_int32_loop_and_floats_stay_float32():
     assert body.text.splitlines()[1:] == [
         "    i = int32(int32(thread_index()))",
         "    while i < 9:",
-        "        stg_f32(x, float32(0.5) * float32(1.5) + float32(i))",
+        "        stg_f32(x, float32(0.75) + float32(i))",
         "        i = int32(i + 2)",
     ]
 

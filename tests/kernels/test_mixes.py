@@ -79,6 +79,20 @@ def test_a_seam_agrees_with_the_ops(rows: int, slots: int, first: bool, tap: boo
         assert_near(values(case.tapped), got.mean(1), 2.0**-8)
 
 
+def test_after_engram_streams_are_only_folded():
+    case = Case(np.random.default_rng(5), 2, 0, first=False, tap=False)
+    kernel = family.make(d=D, slots=0, rows=2, cluster=4, rounds=ROUNDS, hc_eps=HC_EPS, eps=EPS, first=False, tap=False,
+                         unfolds=False)  # fmt: skip
+    execute(kernel, [case.parts, case.last, case.streams, case.sums_in, case.scale, case.base, case.fn, case.g, case.x,
+                     case.codes, case.scales, case.sums, case.tapped])  # fmt: skip
+    assert np.array_equal(case.streams, case.before)
+    _, pre = case.expected_streams()
+    folded = formats.round_bf16(op.fold(values(case.before), pre)).astype(np.float64)
+    assert_near(values(case.x), rms_norm(folded, values(case.g), EPS), 2.0**-7, 2.0**-9)
+    flat = values(case.before).reshape(2, -1)
+    assert_near(case.sums[:, :24].astype(float), flat @ case.fn.T.astype(float), 1e-5, 1e-4)
+
+
 def test_coefficients_agree_with_sinkhorn_in_float64():
     case = Case(np.random.default_rng(3), 2, 0, first=False, tap=False)
     case.last[:] = 0  # the streams that come out are comb applied to those that went in

@@ -82,6 +82,12 @@ def ldg_s64(lanes: Lanes, address: Any) -> Any:
     return lanes.load_global(address, np.int64, 1)
 
 
+@ptx("s64 = s64", "ld.global.nc.b64 <d>, [<0>];", pure=True)
+def ldw_s64(lanes: Lanes, address: Any) -> Any:
+    """ld.global.nc.b64"""
+    return lanes.load_global(address, np.int64, 1)
+
+
 @ptx("= s64, u32*4", "st.global.v4.b32 [<0>], <1>;")
 def stg_u32x4(lanes: Lanes, address: Any, value: Any) -> None:
     """st.global.v4.b32"""

@@ -1,0 +1,240 @@
+"""Start of a step and Engram: embeddings into the streams, n-gram rows gathered and quantised, the gate.
+
+    embed   X_j = table[token], j = 0..3;  history[position mod HISTORY] = class of the token
+    gather  t_s = class at position - s (the pad class before the start, and from a blocked token backwards);
+            h = t_0 m_0, h ^= t_i m_i, row = h mod prime + offset;  codes, scales = q8(the row's values)
+    gate    dot_j = sum_d X_jd qk_jd key_jd / (rms(X_j) rms(key_j) sqrt(D))
+            X_j += sigmoid(sign(dot_j) sqrt(max(|dot_j|, 1e-6))) val, bf16
+
+token, sequence, position int32 [rows] (sequence negative: inactive, nothing is written); embedding bf16 [V, D]; X bf16
+[rows, 4, D]; class_map int32 [V]; history int32 [sequences, HISTORY], -1 blocks. constants int64 [ngram + 2 columns]:
+multipliers, then primes, then offsets of the columns. Engram table: e4m3 [table rows, width] and ue8m0 [table rows,
+width / 32], on the device or in mapped host memory; codes e4m3 [rows, columns width], scales ue8m0 [rows,
+scale_stride]. kv bf16 [rows, 5 D] (four keys, then the value), qk float32 [4, D].
+
+Reference: dsuf.ops.engram.ngram_classes, table_rows, gate; ops.qdq.q8_encode. Bytes: 2 D a row for embed; 264 a column
+and row for gather, at random; 26 D a row for the gate. Latency decides all three.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dsuf.kernels.catalogue import Entry, Width
+from dsuf.kernels.lang import Kernel, int32, int64, kernel, regs, s64, uint32, unroll
+from dsuf.kernels.latents import MOST_ROWS
+from dsuf.kernels.mixes import sigmoid
+from dsuf.kernels.ptx.convert import (
+    as_bits,
+    as_float,
+    bf16_high,
+    bf16_low,
+    bf16x2,
+    div,
+    e4m3x2,
+    e4m3x4_bf16,
+    fabs,
+    fma,
+    fmax,
+    sqrt,
+    ue8m0,
+)
+from dsuf.kernels.ptx.memory import (
+    ldg_u32,
+    ldg_u32x4,
+    lds_f32,
+    ldw_s64,
+    ldw_u8,
+    ldw_u32,
+    ldw_u32x2,
+    ldw_u32x4,
+    shared_base,
+    stg_u8,
+    stg_u32,
+    stg_u32x2,
+    stg_u32x4,
+    sts_f32,
+)
+from dsuf.kernels.ptx.sync import (
+    block_index,
+    block_index_y,
+    let_next_kernel_start,
+    sync_threads,
+    thread_index,
+    wait_for_previous_kernel,
+)
+from dsuf.kernels.quantise import inverse_scale, max_over, q8_exponent, sum_over
+from dsuf.kernels.stream import scale_stride
+from dsuf.ops.engram import EngramHash, gate, table_rows
+
+HISTORY = 64  # positions whose class ids are kept: n-grams, a block and a rewind
+STREAMS = 4
+WARP, SCALE_LANES = (1, 2, 4, 8, 16), (1, 2)
+
+
+def constants(one: EngramHash) -> np.ndarray:
+    """A layer's hash constants as the kernel reads them: int64 [ngram + 2 columns]."""
+    return np.concatenate([one.multipliers, one.primes.ravel(), one.offsets.ravel()]).astype(np.int64)
+
+
+def make_embed(*, d: int) -> Kernel:
+    """A thread eight columns of one row."""
+    THREADS = min(256, -(-d // 256) * 32)
+    SETS = -(-d // (8 * THREADS))
+
+    @kernel(threads=THREADS, grid=(SETS, MOST_ROWS), name=f"embed_{d}")
+    def embed(
+        token: s64, sequence: s64, position: s64, embedding: s64, streams: s64, class_map: s64, history: s64
+    ) -> None:  # fmt: skip
+        column = int64(8 * (block_index() * THREADS + thread_index()))
+        row = int64(block_index_y())
+        wait_for_previous_kernel()
+        let_next_kernel_start()
+        owner = int64(int32(ldg_u32(sequence + row * 4)))
+        if owner >= 0:
+            word = int64(ldg_u32(token + row * 4))
+            if column == 0:
+                place = int64(ldg_u32(position + row * 4))
+                stg_u32(history + (owner * HISTORY + (place & (HISTORY - 1))) * 4, ldw_u32(class_map + word * 4))
+            if column < d:
+                piece = ldw_u32x4(embedding + (word * d + column) * 2)
+                for j in unroll(STREAMS):
+                    stg_u32x4(streams + ((row * STREAMS + j) * d + column) * 2, piece)
+
+    return embed
+
+
+def make_gather(*, ngram: int, heads: int, width: int, pad_class: int) -> Kernel:
+    """A warp a column of one row: it hashes, fetches the table row, eight values a lane, and quantises."""
+    COLUMNS, LANES = (ngram - 1) * heads, width // 8
+    STRIDE = scale_stride(COLUMNS * width)
+
+    @kernel(threads=32, grid=(COLUMNS, MOST_ROWS), name=f"engram_gather_{COLUMNS}x{width}")
+    def gather(
+        history: s64, sequence: s64, position: s64, constant: s64, table: s64, table_scales: s64, codes: s64,
+        scales: s64,
+    ) -> None:  # fmt: skip
+        lane = int32(thread_index())
+        column = int32(block_index())
+        row = int64(block_index_y())
+        wait_for_previous_kernel()
+        let_next_kernel_start()
+        owner = int64(int32(ldg_u32(sequence + row * 4)))
+        if owner >= 0:
+            place = int32(ldg_u32(position + row * 4))
+            size = int32(column // heads + 2)  # of the n-gram
+            h = int64(0)
+            blocked = int32(0)
+            for back in unroll(ngram):
+                seen = int32(-1)
+                if back < size and place >= back:
+                    at = int64((place - back) & (HISTORY - 1))
+                    seen = int32(ldg_u32(history + (owner * HISTORY + at) * 4))
+                blocked = int32(1 if seen < 0 else blocked)
+                t = int64(pad_class if blocked == 1 else seen)
+                t = int64(t if back < size else 0)  # 0 changes nothing
+                h = int64(h ^ (t * ldw_s64(constant + 8 * back)))
+            prime = ldw_s64(constant + 8 * (ngram + column))
+            line = int64(h % prime + ldw_s64(constant + 8 * (ngram + COLUMNS + column)))
+            v = regs(8, 0.0)
+            if lane < LANES:
+                code = ldw_u32x2(table + line * width + 8 * lane)
+                scale = ue8m0[0](ldw_u8(table_scales + line * (width // 32) + (lane >> 2)))
+                for i in unroll(2):
+                    two = e4m3x4_bf16(code[i])
+                    for j in unroll(2):
+                        v[4 * i + 2 * j] = bf16_low(two[j]) * scale
+                        v[4 * i + 2 * j + 1] = bf16_high(two[j]) * scale
+            amax = 0.0
+            for i in unroll(8):
+                amax = fmax(amax, fabs(v[i]))
+            e = q8_exponent(max_over(amax, SCALE_LANES))
+            f = inverse_scale(e)
+            if lane < LANES:
+                word = regs(2)
+                for i in unroll(2):
+                    word[i] = uint32(
+                        e4m3x2(v[4 * i + 1] * f, v[4 * i] * f) | e4m3x2(v[4 * i + 3] * f, v[4 * i + 2] * f) << 16
+                    )
+                stg_u32x2(codes + (row * COLUMNS + column) * width + 8 * lane, word)
+                if lane & 3 == 0:
+                    stg_u8(scales + row * STRIDE + column * (width // 32) + (lane >> 2), e)
+
+    return gather
+
+
+def make_gate(*, d: int, eps: float) -> Kernel:
+    """A block a row, a thread eight columns of all streams, keys and the value."""
+    THREADS = -(-d // 256) * 32
+    WARPS = THREADS // 32
+    SUMS = 3 * STREAMS
+
+    @kernel(threads=THREADS, grid=(MOST_ROWS,), shared=4 * SUMS * WARPS, name=f"engram_gate_{d}")
+    def add_gated(streams: s64, kv: s64, qk: s64, sequence: s64) -> None:
+        tid = int32(thread_index())
+        row = int64(block_index())
+        sm = shared_base()
+        wait_for_previous_kernel()
+        let_next_kernel_start()
+        column = int64(8 * tid)
+        holds = 8 * tid < d and int32(ldg_u32(sequence + row * 4)) >= 0
+        x = regs(4 * STREAMS, uint32(0))  # pairs
+        s = regs(SUMS, 0.0)  # of stream j: 3j dot, 3j + 1 squares of X, 3j + 2 squares of the key
+        if holds:
+            for j in unroll(STREAMS):
+                x[4 * j : 4 * j + 4] = ldg_u32x4(streams + ((row * STREAMS + j) * d + column) * 2)
+                key = ldg_u32x4(kv + (row * (5 * d) + j * d + column) * 2)
+                for half in unroll(2):
+                    w = ldw_u32x4(qk + (j * d + column + 4 * half) * 4)
+                    for i in unroll(2):
+                        a = bf16_low(x[4 * j + 2 * half + i])
+                        b = bf16_high(x[4 * j + 2 * half + i])
+                        k0 = bf16_low(key[2 * half + i])
+                        k1 = bf16_high(key[2 * half + i])
+                        s[3 * j] = fma(a * as_float(w[2 * i]), k0, s[3 * j])
+                        s[3 * j] = fma(b * as_float(w[2 * i + 1]), k1, s[3 * j])
+                        s[3 * j + 1] = fma(b, b, fma(a, a, s[3 * j + 1]))
+                        s[3 * j + 2] = fma(k1, k1, fma(k0, k0, s[3 * j + 2]))
+        for i in unroll(SUMS):
+            s[i] = sum_over(s[i], WARP)
+        if tid & 31 == 0:
+            for i in unroll(SUMS):
+                sts_f32(uint32(sm + ((tid >> 5) * SUMS + i) * 4), s[i])
+        sync_threads()
+        for i in unroll(SUMS):
+            s[i] = lds_f32(uint32(sm + 4 * i))
+        for w in range(1, WARPS):
+            for i in unroll(SUMS):
+                s[i] = s[i] + lds_f32(uint32(sm + (w * SUMS + i) * 4))
+        if holds:
+            value = ldg_u32x4(kv + (row * (5 * d) + STREAMS * d + column) * 2)
+            for j in unroll(STREAMS):
+                norms = sqrt(s[3 * j + 1] * (1.0 / d) + eps) * sqrt(s[3 * j + 2] * (1.0 / d) + eps)
+                dot = div(s[3 * j], norms) * d**-0.5
+                root = sqrt(fmax(fabs(dot), 1e-6))
+                g = sigmoid(as_float(uint32(as_bits(root) | (as_bits(dot) & 0x80000000))))
+                for i in unroll(4):
+                    low = fma(g, bf16_low(value[i]), bf16_low(x[4 * j + i]))
+                    high = fma(g, bf16_high(value[i]), bf16_high(x[4 * j + i]))
+                    x[4 * j + i] = bf16x2(high, low)
+                stg_u32x4(streams + ((row * STREAMS + j) * d + column) * 2, x[4 * j : 4 * j + 4])
+
+    return add_gated
+
+
+def entries(width: Width) -> list[Entry]:
+    """Embedding, gather and gate. Every layer has the same shapes; constants and tables are arguments."""
+    spec = width.spec
+    d, columns, label = spec.hidden_size, spec.engram_columns, width.label
+    shape = {
+        "ngram": spec.engram_max_ngram_size, "heads": spec.engram_n_heads, "width": spec.engram_head_dim,
+        "pad_class": spec.engram_pad_token_id,
+    }  # fmt: skip
+    fetched = MOST_ROWS * columns * (spec.engram_head_dim + spec.engram_head_dim // 32)
+    rows = MOST_ROWS * d
+    return [
+        Entry(f"embed/{label}", make_embed, {"d": d}, width.chips, np.take, 10 * rows, 0),
+        Entry(f"engram.gather/{label}", make_gather, shape, width.chips, table_rows, 2 * fetched, 4 * fetched),
+        Entry(f"engram.gate/{label}", make_gate, {"d": d, "eps": spec.rms_norm_eps}, width.chips, gate, 26 * rows,
+              60 * rows),
+    ]  # fmt: skip
