@@ -54,7 +54,7 @@ echo $? > /out/code.$INDEX
 busybox sync; echo o > /proc/sysrq-trigger; busybox sleep 30
 """
 
-RUN = r"""export GUEST_INDEX=$INDEX HOME=/dev/shm TMPDIR=/dev/shm XDG_RUNTIME_DIR=/dev/shm XDG_CACHE_HOME=/dev/shm
+RUN = r"""export GUEST_INDEX=$INDEX HOME=/dev/shm TMPDIR=/dev/shm XDG_RUNTIME_DIR=/dev/shm XDG_CACHE_HOME=/dev/shm/cache
 export PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 PATH={path}
 for n in 0 1; do rdma link add rxe$n type rxe netdev eth$n || echo "no Soft-RoCE port on eth$n"; done
 i=0; while [ $i -lt 50 ] && ! [ -e /dev/infiniband/uverbs1 ]; do i=$((i+1)); sleep 0.1; done

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 PREFIX = "check_"
-CHECK_S = 60.0
+CHECK_S = 120.0
 
 
 def names(module: ModuleType) -> list[str]:
