@@ -115,12 +115,12 @@ def outcomes(callers):
 
 def test_kill_in_decode_prefill_and_idle_and_each_time_it_comes_back(served):
     server = served()
-    long = {"messages": [{"role": "user", "content": "word " * 3000}]}
+    long = {"messages": [{"role": "user", "content": "word " * 60_000}]}
 
     # decode: ten streams and two whole answers run, and more wait for a place
-    callers = [Caller(server.url, max_tokens=2000) for _ in range(10)]
-    callers += [Caller(server.url, stream=False, max_tokens=2000) for _ in range(2)]
-    wait_for(lambda: all(caller.tokens > 2 for caller in callers[:3]))
+    callers = [Caller(server.url, max_tokens=9000) for _ in range(10)]
+    callers += [Caller(server.url, stream=False, max_tokens=9000) for _ in range(2)]
+    wait_for(lambda: sum(caller.tokens > 2 for caller in callers) >= 3 and server.gauge("server_load") == 12)
     first = server.engine()
     os.kill(first, signal.SIGKILL)
     killed = time.monotonic()
@@ -160,7 +160,7 @@ def test_kill_in_decode_prefill_and_idle_and_each_time_it_comes_back(served):
 def test_sigterm_with_twenty_open_streams_lets_all_of_them_end(served):
     server = served()
     callers = [Caller(server.url, max_tokens=40 + number) for number in range(20)]
-    wait_for(lambda: all(caller.tokens for caller in callers[:4]) and len(callers) == server.gauge("server_load"))
+    wait_for(lambda: any(caller.tokens for caller in callers) and server.gauge("server_load") == 20)
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(WAIT_S) == 0
     assert outcomes(callers) == {"complete": 20}
@@ -172,7 +172,7 @@ def test_sigterm_with_twenty_open_streams_lets_all_of_them_end(served):
 
 def test_sigterm_with_twenty_streams_that_outlast_the_drain_tells_every_one(served):
     server = served("0.5")
-    callers = [Caller(server.url, stream=number % 4 > 0, max_tokens=2000) for number in range(20)]
+    callers = [Caller(server.url, stream=number % 4 > 0, max_tokens=9000) for number in range(20)]
     wait_for(lambda: server.gauge("server_load") == 20)
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(WAIT_S) == 0
@@ -184,9 +184,9 @@ def test_sigterm_with_twenty_streams_that_outlast_the_drain_tells_every_one(serv
 
 def test_an_engine_that_dies_again_and_again_ends_the_server(served):
     server = served("5", "fast")
-    for _ in range(6):
+    for _ in range(2):
         wait_for(lambda: server.ready() == 200)
-        caller = Caller(server.url, max_tokens=2000)
+        caller = Caller(server.url, max_tokens=9000)
         wait_for(lambda caller=caller: caller.tokens)
         os.kill(server.engine(), signal.SIGKILL)
         assert outcomes([caller]) == {"error event": 1}
@@ -194,4 +194,4 @@ def test_an_engine_that_dies_again_and_again_ends_the_server(served):
             with contextlib.suppress(httpx.HTTPError):
                 wait_for(lambda: server.ready() == 503)
     assert server.process.wait(WAIT_S) == 3
-    assert "ended 6 times in 10 minutes" in server.log.read_text()
+    assert "ended 2 times in 10 minutes" in server.log.read_text()

@@ -1,7 +1,7 @@
 """`python -m tests.support.serve_restarting FOLDER [DRAIN_TIMEOUT_S] [fast]`: a server that restarts its engine.
 
 As `dsuf serve` does it, but the engine is a scripted one: 32 tokens of a prompt and one token of an answer take 10 ms,
-eight requests run at once. `fast` restarts at once instead of after a second and more.
+eight requests run at once. `fast` restarts at once instead of after a second and more, and only one time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def word(request: object, index: int) -> int:
 def open_scripted(options: EngineOptions, kv_socket: Path | None, progress: Callable[[str, float], None]) -> Engine:
     """The engine process's factory."""
     backend = ScriptedBackend(
-        vocab_size=129_280, max_context=16_384, chunk=32, chunk_s=0.01, step_s=0.01, sleep=time.sleep, script=word
+        vocab_size=129_280, max_context=100_000, chunk=32, chunk_s=0.01, step_s=0.01, sleep=time.sleep, script=word
     )
     backend.load(progress)
     return scripted_engine(backend, max_sequences=8)
@@ -49,13 +49,14 @@ def main() -> int:
     folder = Path(sys.argv[1])
     if "fast" in sys.argv:
         engine_process.FIRST_WAIT_S = engine_process.LONGEST_WAIT_S = 0.05
+        engine_process.RESTARTS = 1
     drain_timeout_s = float(sys.argv[2]) if len(sys.argv) > 2 else 20.0
-    server = ServerOptions(drain_delay_s=0, drain_timeout_s=drain_timeout_s)
+    server = ServerOptions(drain_delay_s=0, drain_timeout_s=drain_timeout_s, keepalive_s=60)
     process = Process(folder / "engine.sock", EngineOptions(ckpt=Path("scripted")))
     with bind("127.0.0.1", 0) as sock:
         ready = f"ready on http://127.0.0.1:{sock.getsockname()[1]}"
         try:
-            return engine_process.serve_with_engine(process, v41_text(context_limit=16_384), server, sock, ready)
+            return engine_process.serve_with_engine(process, v41_text(context_limit=100_000), server, sock, ready)
         except DsufError as error:
             print(error, file=sys.stderr, flush=True)
             return error.exit_code
