@@ -24,7 +24,7 @@ from dsuf.kv.arena import runs
 from dsuf.kv.client import EngineClient
 from dsuf.kv.names import ids_bytes
 
-WAIT_S = 0.05
+WAIT_S = 0.2
 STARTS_WITHIN_S = 15.0
 GIVE_UP_S = 30.0  # of a claim; the agent's own deadline for a pull is shorter
 _EXTRA_IDS = 3  # after the position of an entry, up to the end of a segment

@@ -21,8 +21,14 @@ from dsuf.layout import PageLayout, SnapshotLayout
 from dsuf.model.checkpoint import Checkpoint
 from dsuf.model.synthetic import write_checkpoint
 from tests.model.micro import micro_config
+from tests.support.patience import be_patient
 
 GREEDY = Sampling(temperature=0)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    be_patient(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -35,21 +41,21 @@ def checkpoint(tmp_path_factory):
 class Server:
     """An agent, an engine, and a web process that knows texts by their names."""
 
-    def __init__(self, folder, name, checkpoint, prefill, paths):
+    def __init__(self, folder, name, checkpoint, prefill, paths, resume_every):
         runtime = folder / "run"
         runtime.mkdir(mode=0o700, exist_ok=True)
         with Checkpoint.open(checkpoint) as opened:
             spec = opened.spec
         page, snapshot = PageLayout.of(spec).page_bytes, SnapshotLayout.of(spec).snapshot_bytes
         self.socket = folder / f"{name}.sock"
-        self.agent = AgentThread(
-            AgentOptions(
-                32 << 20, page, snapshot, f"micro {prefill}".encode().ljust(32), runtime, self.socket, paths=paths
-            )
-        )
+        namespace = f"micro {prefill}".encode().ljust(32)
+        where = runtime, self.socket
+        kept = AgentOptions(32 << 20, page, snapshot, namespace, *where, paths=paths, resume_tokens=resume_every)
+        self.agent = AgentThread(kept)
         self.agent.start()
-        options = EngineOptions(checkpoint, prefill=prefill, max_sequences=4)
+        options = EngineOptions(checkpoint, prefill=prefill, max_sequences=4, resume_every=resume_every)
         self.engine = open_engine(options, tier=functools.partial(connect_tier, self.socket))
+        self.engine._saver.tier.measured = lambda rows, seconds: None  # so small a model is faster than any pull
 
     def close(self):
         self.engine._saver.tier._client.close()
@@ -96,8 +102,8 @@ def tokens(count, seed):
 
 
 @contextlib.contextmanager
-def servers(folder, checkpoint, prefill="truncated", paths=("shm", "tcp"), names="ab"):
-    made = [Server(folder, name, checkpoint, prefill, paths) for name in names]
+def servers(folder, checkpoint, prefill="truncated", paths=("shm", "tcp"), names="ab", resume_every=8192):
+    made = [Server(folder, name, checkpoint, prefill, paths, resume_every) for name in names]
     try:
         yield made
     finally:
@@ -170,3 +176,26 @@ def test_an_agent_that_is_gone_costs_hits_only(tmp_path, checkpoint):
         events = run(a.engine, Request("2", prompt, 8, GREEDY))
         assert events[0].source == "none"
         assert [token for event in events if isinstance(event, Tokens) for token in event.ids] == first
+
+
+def test_forks_inside_a_group_at_a_point_and_behind_it_say_what_a_cold_run_says(tmp_path, checkpoint):
+    # sglang 38031: two suffixes shared a compressed row at a split
+    prompt, other = tokens(400, 8), tokens(400, 9)
+    with contextlib.ExitStack() as stack:
+        a, b = stack.enter_context(servers(tmp_path, checkpoint, "exact", resume_every=128))
+        (tmp_path / "cold").mkdir()
+        (cold,) = stack.enter_context(servers(tmp_path / "cold", checkpoint, "exact", names="c", resume_every=8192))
+        run(a.engine, Request("first", prompt, 4, GREEDY))
+        hits = set()
+        for cut in (127, 128, 129, 130, 255, 256, 257, 383, 385):
+            forked = [*prompt[:cut], *other[cut : cut + 40]]
+            events = run(b.engine, Request(f"fork {cut}", forked, 6, GREEDY))
+            computed = run(cold.engine, Request(f"cold {cut}", forked, 6, GREEDY))
+            hits.add(events[0].cached_tokens)
+            assert events[0].cached_tokens == cut // 128 * 128 and computed[0].cached_tokens == 0
+            assert said(events) == said(computed), cut
+        assert hits == {0, 128, 256, 384}
+
+
+def said(events):
+    return [token for event in events if isinstance(event, Tokens) for token in event.ids]

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from dsuf.kv import client, directory, saves
+from tests.support.patience import be_patient
 from tests.support.serving import encode
 from tests.support.sharing import sharing_servers
 
@@ -29,10 +29,8 @@ CALL = (
 
 
 @pytest.fixture(autouse=True)
-def patient_look_ups(monkeypatch):
-    # other tests may hold every core
-    for module, name in ((directory, "FIND_S"), (directory, "WRITE_S"), (saves, "ALIAS_WAIT_S"), (client, "ALIAS_S")):
-        monkeypatch.setattr(module, name, 3.0)
+def patience(monkeypatch):
+    be_patient(monkeypatch)
 
 
 def user(content):
