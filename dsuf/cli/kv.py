@@ -48,6 +48,10 @@ RequireRdma = Annotated[
 Transport = Annotated[
     str, typer.Option("--kv-transport", help="How caches are read from others: auto, or some of shm,rdma,tcp.")
 ]
+RdmaPorts = Annotated[
+    str | None,
+    typer.Option("--kv-rdma-ports", help="RDMA ports to use, such as mlx5_0:1,mlx5_1. Default: all.", metavar="PORTS"),
+]
 
 MOST_BY_DEFAULT = 64 << 30
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 16.0
@@ -66,6 +70,7 @@ class KvFlags:
     key_file: Path | None = None
     require_rdma: bool = False
     transport: str = "auto"
+    rdma_ports: str | None = None
 
 
 def parse_bytes(flag: str, text: str) -> int:
@@ -123,6 +128,7 @@ def agent_options(flags: KvFlags, engine: EngineOptions, folder: Path, environme
         listen=flags.listen or "127.0.0.1:0",
         paths=paths,
         require_rdma=flags.require_rdma,
+        rdma_ports=tuple(port.strip() for port in flags.rdma_ports.split(",")) if flags.rdma_ports else None,
         resume_tokens=engine.resume_every,
     )
 

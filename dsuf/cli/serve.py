@@ -67,6 +67,7 @@ def serve(
     kv_key_file: kv.KeyFile = None,
     kv_require_rdma: kv.RequireRdma = False,
     kv_transport: kv.Transport = "auto",
+    kv_rdma_ports: kv.RdmaPorts = None,
     metrics_names: Annotated[
         str, typer.Option("--metrics-names", help="dsuf, vllm or both: prefixes of the names in /metrics.")
     ] = "dsuf",
@@ -80,7 +81,7 @@ def serve(
     engine = engine_options(gpus, numerics, prefill, draft, verify, max_context)
     environment = read_environment()
     key = api_key or environment.api_key
-    flags = kv.KvFlags(kv_host_bytes, kv_listen, kv_key_file, kv_require_rdma, kv_transport)
+    flags = kv.KvFlags(kv_host_bytes, kv_listen, kv_key_file, kv_require_rdma, kv_transport, kv_rdma_ports)
     server = ServerOptions(
         api_keys=(key,) if key else (),
         max_queued_requests=max_queued_requests,
