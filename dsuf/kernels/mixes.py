@@ -13,7 +13,8 @@ direct predecessor are done.
 X bf16 [rows, 4, D] in place; parts bf16 [rows * slots, D], last bf16 [rows, D]; sums float32 [rows, 26] (24, sum of
 X'^2, unused); x bf16 [rows, D], codes e4m3 [rows, D], scales ue8m0 [rows, scale_stride(D)]; fn float32 [24, 4 D].
 `first`: X is a fresh embedding, nothing is unfolded and pre = (1, 0, 0, 0). Without `unfolds` the streams are taken as
-they are and folded with the coefficients of sums_in: after Engram changed them. `tap`: the mean of the streams, bf16.
+they are and folded with the coefficients of sums_in: after Engram changed them. tapped: the mean of the streams, bf16
+[rows, D] (address 0: not wanted).
 
 Reference: dsuf.ops.mixes (unfold, fold, mixes), ops.norm.rms_norm, ops.qdq.q8. Bytes: fn once from L2 for each cluster;
 streams and parts (8 + 4 + 2 slots) D a row.
@@ -127,7 +128,7 @@ def coefficients(to: Any, sums: Any, scale: Any, base: Any, width: Any, rounds: 
 
 
 def make(
-    *, d: int, slots: int, rows: int, cluster: int, rounds: int, hc_eps: float, eps: float, first: bool, tap: bool,
+    *, d: int, slots: int, rows: int, cluster: int, rounds: int, hc_eps: float, eps: float, first: bool,
     unfolds: bool = True,
 ) -> Kernel:  # fmt: skip
     """slots: routed experts of a row whose outputs are added (0: only `last`); d a multiple of 32 * cluster."""
@@ -137,7 +138,7 @@ def make(
     THREADS = WARPS * 32
     AT_WARP, AT_BLOCK, AT_TOTAL = 96, 96 + 4 * SUMS * WARPS, 96 + 4 * SUMS * (WARPS + 1)
     FLAT = STREAMS * d
-    kinds = (("_first", first), ("_tap", tap), ("_folds", not unfolds))
+    kinds = (("_first", first), ("_folds", not unfolds))
     name = f"seam_{d}_s{slots}" + "".join(text for text, holds in kinds if holds)
 
     @kernel(
@@ -209,7 +210,7 @@ def make(
                 pair = bf16x2(u1, u0)
                 u0 = bf16_low(pair)
                 u1 = bf16_high(pair)
-            if tap:
+            if tapped != 0:
                 mean0 = ((low[0] + low[1]) + low[2] + low[3]) * 0.25
                 mean1 = ((high[0] + high[1]) + high[2] + high[3]) * 0.25
                 stg_u32(tapped + (row * d + column) * 2, bf16x2(mean1, mean0))
@@ -281,18 +282,16 @@ def entries(width: Width) -> list[Entry]:
     spec = width.spec
     d, routed, drafted = spec.hidden_size, spec.num_experts_per_tok, spec.dspark_num_experts_per_tok
     found = []
-    for name, slots, first, tap, unfolds in (
-        ("first", 0, True, False, True),
-        ("after_attention", 0, False, False, True),
-        ("after_experts", routed, False, False, True),
-        ("after_experts_tap", routed, False, True, True),
-        ("after_draft_experts", drafted, False, False, True),
-        ("after_engram", 0, False, False, False),
+    for name, slots, first, unfolds in (
+        ("first", 0, True, True),
+        ("after_attention", 0, False, True),
+        ("after_experts", routed, False, True),
+        ("after_draft_experts", drafted, False, True),
+        ("after_engram", 0, False, False),
     ):
         shape = {
             "d": d, "slots": slots, "rows": MOST_ROWS, "cluster": min(8, d // 32), "rounds": spec.hc_sinkhorn_iters,
-            "hc_eps": spec.hc_eps, "eps": spec.rms_norm_eps, "first": first, "tap": tap,
-            "unfolds": unfolds,
+            "hc_eps": spec.hc_eps, "eps": spec.rms_norm_eps, "first": first, "unfolds": unfolds,
         }  # fmt: skip
         nbytes = 4 * ROWS_OF_FN * STREAMS * d + MOST_ROWS * d * (16 + 2 * (slots + 1) + 3)
         operations = 2 * MOST_ROWS * d * STREAMS * (ROWS_OF_FN + STREAMS + 2)

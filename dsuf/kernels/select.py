@@ -52,14 +52,14 @@ AT_SUMS, AT_FOUND, AT_COUNT = 4 * BINS, 4 * BINS + 4 * WARPS, 4 * BINS + 4 * WAR
 SHARED = AT_COUNT + 8 * WARPS
 
 
-def make(*, k: int, kind: str, ratio: int) -> Kernel:
-    """kind: entries, blocks or mapped; k up to the width of `out`."""
+def make(*, kind: str) -> Kernel:
+    """kind: entries, blocks or mapped. k and the ratio are arguments, so one kernel serves every width."""
     MAPPED, BLOCKS = kind == "mapped", kind == "blocks"
 
-    @kernel(threads=THREADS, grid=(MOST_ROWS,), shared=SHARED, name=f"select_{k}_{kind}_ratio{ratio}")
+    @kernel(threads=THREADS, grid=(MOST_ROWS,), shared=SHARED, name=f"select_{kind}")
     def select(
         scores: s64, pitch: s64, sequence: s64, position: s64, candidates: s64, kept: s32, number_in: s64, out: s64,
-        number: s64,
+        number: s64, k: s32, ratio: s32,
     ) -> None:  # fmt: skip
         tid = int32(thread_index())
         lane = int32(tid & 31)
@@ -154,13 +154,9 @@ def make(*, k: int, kind: str, ratio: int) -> Kernel:
 
 
 def entries(width: Width) -> list[Entry]:
-    """Selections of entries, candidate blocks, and entries inside candidates."""
-    spec, found, ahead = width.spec, [], 16384
-    sources = [role for role in spec.layers if role.is_index_source]
-    kinds = {("mapped" if role.uses_candidates else "entries", role.ratio, spec.index_topk) for role in sources}
-    kinds |= {("blocks", role.ratio, spec.candidate_topk_blocks) for role in sources if role.is_candidate_source}
-    for kind, ratio, k in sorted(kinds):
-        shape = {"k": k, "kind": kind, "ratio": ratio}
-        label = f"select.{kind}_ratio{ratio}/{width.label}"
-        found.append(Entry(label, make, shape, width.chips, largest, 4 * ahead, 5 * ahead))
-    return found
+    """Selections of entries, candidate blocks, and entries inside candidates; none of them has a width."""
+    if width.label != "v41":
+        return []
+    ahead = 16384  # scores that the floor is stated for
+    kinds = ("entries", "blocks", "mapped")
+    return [Entry(f"select.{k}", make, {"kind": k}, width.chips, largest, 4 * ahead, 5 * ahead) for k in kinds]

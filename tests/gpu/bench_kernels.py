@@ -347,7 +347,7 @@ def measure_attention(gpu: Gpu, kernels: Loaded, report: Report, rows: int, cont
     iq = gpu.put(formats.float32_to_bf16(gpu.rng.standard_normal((rows, heads, di)).astype(np.float32)))
     weights, entries = gpu.put(gpu.rng.standard_normal((rows, heads)).astype(np.float32)), context // 2
     scores, picks, number = gpu.empty(rows * entries * 4), gpu.empty(rows * topk * 4), gpu.empty(rows * 4)
-    score, select = kernels["index.scores_ratio2/v41"], kernels["select.entries_ratio2/v41"]
+    score, select = kernels["index.scores_ratio2/v41"], kernels["select.entries"]
 
     def scored(s: Any) -> None:
         score.launch(s, iq, weights, order, pages, cache + source.key_codes.offset, cache + source.key_scales.offset,
@@ -355,7 +355,8 @@ def measure_attention(gpu: Gpu, kernels: Loaded, report: Report, rows: int, cont
                      dependent=True)  # fmt: skip
 
     def chose(s: Any) -> None:
-        select.launch(s, scores, entries, sequence, position, 0, 1, 0, picks, number, grid=(rows, 1), dependent=True)
+        select.launch(s, scores, entries, sequence, position, 0, 1, 0, picks, number, topk, 2,
+                      grid=(rows, 1), dependent=True)  # fmt: skip
 
     def both(s: Any) -> None:
         scored(s)

@@ -37,13 +37,14 @@ class Case:
         self.scales = np.zeros((rows, scale_stride(D)), np.uint8)
         self.sums, self.tapped = np.zeros((rows, family.SUMS), np.float32), np.zeros((rows, D), np.uint16)
 
-    def run(self) -> None:
+    def run(self, *, unfolds: bool = True) -> None:
         kernel = family.make(
             d=D, slots=self.slots, rows=self.rows, cluster=self.cluster, rounds=ROUNDS, hc_eps=HC_EPS, eps=EPS,
-            first=self.first, tap=self.tap,
+            first=self.first, unfolds=unfolds,
         )  # fmt: skip
+        tapped = self.tapped if self.tap else 0
         execute(kernel, [self.parts, self.last, self.streams, self.sums_in, self.scale, self.base, self.fn, self.g,
-                         self.x, self.codes, self.scales, self.sums, self.tapped])  # fmt: skip
+                         self.x, self.codes, self.scales, self.sums, tapped])  # fmt: skip
 
     def expected_streams(self) -> tuple[np.ndarray, np.ndarray]:
         """New streams and the pre that folds them, unrounded."""
@@ -81,10 +82,7 @@ def test_a_seam_agrees_with_the_ops(rows: int, slots: int, first: bool, tap: boo
 
 def test_after_engram_streams_are_only_folded():
     case = Case(np.random.default_rng(5), 2, 0, first=False, tap=False)
-    kernel = family.make(d=D, slots=0, rows=2, cluster=4, rounds=ROUNDS, hc_eps=HC_EPS, eps=EPS, first=False, tap=False,
-                         unfolds=False)  # fmt: skip
-    execute(kernel, [case.parts, case.last, case.streams, case.sums_in, case.scale, case.base, case.fn, case.g, case.x,
-                     case.codes, case.scales, case.sums, case.tapped])  # fmt: skip
+    case.run(unfolds=False)
     assert np.array_equal(case.streams, case.before)
     _, pre = case.expected_streams()
     folded = formats.round_bf16(op.fold(values(case.before), pre)).astype(np.float64)

@@ -16,9 +16,10 @@ def run(scores: np.ndarray, position, k: int, kind: str = "entries", ratio: int 
     sequence = np.arange(rows, dtype=np.int32)
     sequence[-1] = -1  # the last row is inactive
     kept = np.zeros((rows, 1), np.int32) if candidates is None else candidates
-    kernel = family.make(k=k, kind=kind, ratio=ratio)
+    kernel = family.make(kind=kind)
     execute(kernel, [scores, scores.shape[1], sequence, np.array(position, np.int32), kept, kept.shape[1],
-                     np.zeros(rows, np.int32) if used is None else used, out, number], grid=(rows, 1))  # fmt: skip
+                     np.zeros(rows, np.int32) if used is None else used, out, number, k, ratio],
+            grid=(rows, 1))  # fmt: skip
     assert number[-1] == 0 and (out[-1] == -1).all()
     return out, number
 
