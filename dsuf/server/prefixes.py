@@ -31,19 +31,20 @@ class Prefixes:
     async def prompt(self, begun: Unencoded, reply_id: str, tenant: str, encode: Encode) -> Prompt:
         """The prompt, with the ids of the longest saved prefix if there is one; it is held under `reply_id` then."""
         found = await self._client.lookup(reply_id, tenant, segments=begun.digests)
-        prompt, tokens = None, 0
+        prompt, tokens, look_up = None, 0, "found" if isinstance(found, m.Found) else found.kind
         if isinstance(found, m.Found):
             prefix = ids_array(found.ids).tolist()
             prompt, tokens = await encode(lambda: begun.encode(prefix)), found.tokens
             if prompt is None:
                 self.misread += 1
-                tokens = 0
+                tokens, look_up = 0, "misread"
         if prompt is None:
             prompt = await encode(begun.encode)
         if len(prompt.ids) - tokens > self._resume_tokens:  # a point inside a long text that others have begun alike
             inner = await self._client.lookup(reply_id, tenant, ids=prompt.ids, beyond=tokens)
-            tokens = inner.tokens if isinstance(inner, m.Found) else tokens
-        return replace(prompt, lease=m.FOUND if tokens else m.NONE, tenant=tenant)
+            if isinstance(inner, m.Found):
+                tokens, look_up = inner.tokens, "found"
+        return replace(prompt, lease=m.FOUND if tokens else m.NONE, tenant=tenant, look_up=look_up)
 
     async def ended(self, prompt: Prompt, reply_id: str, emitted: Sequence[int], whole: bool) -> None:
         """An answer is complete; `whole`: it ended with its own last token, not by a limit."""

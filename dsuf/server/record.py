@@ -120,6 +120,7 @@ class Record:
             "prompt_tokens": prompt_tokens,
             "cached_tokens": admitted.cached_tokens if admitted else None,
             "cache_source": admitted.source if admitted else None,
+            "cache_look_up": self._prompt.look_up if self._prompt else None,
             "completion_tokens": reply.completion_tokens if reply else None,
             "reasoning_tokens": reply.reasoning_tokens if reply else None,
         }

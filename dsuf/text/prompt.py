@@ -74,6 +74,7 @@ class Prompt:
     text_hash: TextHash | None = None  # of the whole prompt; goes on with the answer
     lease: bytes = b""  # what the engine is told about a saved prefix
     tenant: str = ""  # whose saved prefixes may be used
+    look_up: str | None = None  # how the search for a saved prefix ended: found, or in one word why not
     stops: tuple[str, ...] = ()  # text completions: their own stop strings
     echoed: str = ""  # text completions: the prompt, where it is asked for in front of the answer
 

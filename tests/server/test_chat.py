@@ -120,7 +120,8 @@ def test_a_finished_answer_has_one_log_line_with_every_key():
         assert len(server.log()) == 1
     assert set(line) == {
         *("event", "ts", "request_id", "session_id", "protocol", "model", "stream", "status", "http_status"),
-        *("finish_reason", "prompt_tokens", "cached_tokens", "cache_source", "completion_tokens", "reasoning_tokens"),
+        *("finish_reason", "prompt_tokens", "cached_tokens", "cache_source", "cache_look_up"),
+        *("completion_tokens", "reasoning_tokens"),
         *("iterations", "average_iteration_ms", "average_accept_length", "queue_ms", "tokenize_ms", "prefill_ms"),
         *("ttft_ms", "decode_ms", "decode_tokens_per_s", "e2e_ms", "client_stall_ms"),
     }

@@ -42,10 +42,11 @@ def user(content):
 def test_the_next_turn_at_another_server_finds_prompt_and_answer(tmp_path, path, stream):
     with sharing_servers(tmp_path, paths=(path,)) as (a, b):
         first = a.ask([USER], **OFF)
-        assert (first.cached, first.source) == (0, "none")
+        assert (first.cached, first.source) == (0, "none") and a.log()[-1]["cache_look_up"] == "none"
         messages = [USER, first.message, user("And the sky?")]
         there = b.ask(messages, **OFF)
         assert there.source == "remote" and there.cached >= first.prompt + first.completion - 3
+        assert b.log()[-1]["cache_look_up"] == "found"
         here = a.ask(messages, **OFF)  # finds what the other one saved at the end of this very prompt
         assert here.cached >= there.prompt - 2 and here.message == there.message
         back = a.ask([*messages, there.message, user("And the land?")], **OFF)
