@@ -21,6 +21,7 @@ from dsuf.errors import EnvironmentProblem
 
 MAX_FRAME_BYTES = 64 << 20  # a 1 M token prompt is 5 MB
 _PREFIX = struct.Struct("<I")
+_PREFIX_BYTES = _PREFIX.size
 _PATH_BYTES = 107  # sun_path of sockaddr_un less its final zero
 
 
@@ -181,19 +182,24 @@ class FramePeer(asyncio.Protocol):
             if not data:
                 return
         begin = 0
-        try:
-            while len(data) - begin >= _PREFIX.size:
-                (count,) = _PREFIX.unpack_from(data, begin)
-                self._codec.check(count)
-                end = begin + _PREFIX.size + count
+        while len(data) - begin >= _PREFIX_BYTES:
+            (count,) = _PREFIX.unpack_from(data, begin)
+            end = begin + _PREFIX_BYTES + count
+            try:
                 if end > len(data):
+                    self._codec.check(count)
                     break
-                self.on_message(self._codec.decode(memoryview(data)[begin + _PREFIX.size : end]))
-                begin = end
-        except WireError as error:
-            self._failure = error
-            self._transport.abort()
-        self._rest = bytearray(data[begin:])
+                message = self._codec.decode(memoryview(data)[begin + _PREFIX_BYTES : end])
+            except WireError as error:
+                self._failure = error
+                self._transport.abort()
+                break
+            begin = end
+            self.on_message(message)
+        if begin < len(data):
+            self._rest = bytearray(data[begin:])
+        elif self._rest:
+            self._rest = bytearray()
 
     def connection_lost(self, error: Exception | None) -> None:
         """The peer has closed, or we have."""

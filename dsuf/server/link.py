@@ -237,14 +237,13 @@ class EngineLink:
     def _take_all(self, events: list[Event]) -> None:
         """One step's events to their calls."""
         for event in events:
-            self._take(event)
+            if type(event) is not Tokens:
+                self._take(event)
+            elif (call := self.calls.get(event.id)) is not None:
+                call.put(event)
 
     def _take(self, event: Event) -> None:
-        if type(event) is Tokens:
-            call = self.calls.get(event.id)
-            if call is not None:
-                call.put(event)
-        elif isinstance(event, Status):
+        if isinstance(event, Status):
             self.status = event
             self._set_state("ready" if event.ready else "starting")
         elif isinstance(event, Failed):

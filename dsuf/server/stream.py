@@ -87,7 +87,8 @@ class Exchange:
         """The protocol's events for one of the engine's. Raises a DsufError when the engine failed."""
         if type(event) is Tokens:
             self._emitted += event.ids
-            return self._with_steps(self._reply.tokens(event))
+            events = self._reply.tokens(event)
+            return self._with_steps(events) if self._include_steps else events
         if isinstance(event, Admitted):
             self._deadline.cancel()
             self._slot.started()
