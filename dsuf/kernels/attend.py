@@ -61,6 +61,7 @@ from dsuf.kernels.ptx.sync import (
     block_index_y,
     let_next_kernel_start,
     sync_threads,
+    sync_warp,
     thread_index,
     wait_for_previous_kernel,
 )
@@ -193,6 +194,7 @@ def make_partial(*, h: int, d: int, rope: int, ring: int, window: int, topk: int
                         at = int32(k * 16 + t * 4 + j - TAIL // 2)
                         x[j] = turn(x[j], uint32(sm + AT_PHASE), at)
                         x[4 + j] = turn(x[4 + j], uint32(sm + AT_PHASE), at)
+                sync_warp()  # the product below wants whole warps
                 score_group(score, x[0:4], x[4:8], sm, k, g, t, PITCH)
             top0 = LEAST
             top1 = LEAST

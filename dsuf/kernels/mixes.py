@@ -68,6 +68,7 @@ from dsuf.kernels.ptx.sync import (
     ld_cluster_f32,
     let_next_kernel_start,
     sync_threads,
+    sync_warp,
     thread_index,
     wait_for_previous_kernel,
 )
@@ -269,6 +270,7 @@ def make(
             stg_u16(codes + (row * d + column), e4m3x2(u1 * f, u0 * f))
             if lane & 15 == 0:
                 stg_u8(scales + (row * SCALES + (column >> 5)), e)
+        sync_warp()  # the cluster barrier wants whole warps
         cluster_wait()
 
     return seam
