@@ -87,6 +87,22 @@ async def check_a_lease_is_read_twice_and_by_two_links(given: Given, notes: list
         await link.close()
 
 
+async def check_a_lease_in_many_pieces_has_a_key_for_each(given: Given, notes: list[str]) -> None:
+    slots = list(range(0, given.arena.slots, 2))
+    link = await given.link()
+    lease, ticket = await given.lease(slots)
+    started_s = time.perf_counter()
+    await link.read(ticket, slot_reads(slots[:1], [1]))
+    notes.append(f"{2 * len(slots)} windows and one page in {(time.perf_counter() - started_s) * 1e3:.0f} ms")
+    await link.read(ticket, slot_reads(slots, slots))
+    digests = await given.owner.call("digests")
+    assert [given.arena.digest(slot) for slot in slots] == [digests[slot] for slot in slots]
+    started_s = time.perf_counter()
+    await given.owner.call("revoke", lease)
+    notes.append(f"revoked in {(time.perf_counter() - started_s) * 1e3:.0f} ms")
+    await link.close()
+
+
 async def check_bytes_outside_the_lease_are_not_asked_for(given: Given, notes: list[str]) -> None:
     link = await given.link()
     lease, ticket = await given.lease([5])
