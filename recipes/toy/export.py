@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from dsuf.formats import float32_to_bf16, quantise_fp4_rows, quantise_fp8_blocks, quantise_fp8_rows
+from dsuf import formats
 from dsuf.model.checkpoint import CLASS_MAP, CONFIG, GENERATION, TOKENIZER, Checkpoint
 from dsuf.model.shards import INDEX
 from dsuf.spec import Spec
@@ -29,10 +29,23 @@ from recipes.toy.names import checkpoint_tensors
 SHARD = "model-00001-of-00001.safetensors"
 GREEDY = {"temperature": 0}
 _QUANTISED = {
-    "fp8": (quantise_fp8_blocks, "F8_E4M3"),
-    "rows": (quantise_fp8_rows, "F8_E4M3"),
-    "fp4": (quantise_fp4_rows, "I8"),
+    "fp8": (formats.quantise_fp8_blocks, formats.dequantise_fp8_blocks, "F8_E4M3"),
+    "rows": (formats.quantise_fp8_rows, formats.dequantise_fp8_rows, "F8_E4M3"),
+    "fp4": (formats.quantise_fp4_rows, formats.dequantise_fp4_rows, "I8"),
 }
+
+
+def load_checkpoint(module: nn.Module, checkpoint: Checkpoint) -> None:
+    """Fill a model with what a checkpoint holds; its weights already lie on their grids."""
+    raw = checkpoint.raw
+    for name, kind, value in checkpoint_tensors(module):
+        if name.endswith("bias_vl"):  # of image tokens, which the model does not know
+            continue
+        if kind in _QUANTISED:
+            array = _QUANTISED[kind][1](raw(name), raw(name.removesuffix("weight") + "scale"))
+        else:
+            array = formats.bf16_to_float32(raw(name)) if kind == "bf16" else raw(name)
+        value.copy_(torch.from_numpy(array.astype(np.float32)))
 
 
 def load_masters(module: nn.Module, folder: Path, name: str) -> None:
@@ -49,12 +62,12 @@ def stored(module: nn.Module) -> dict[str, tuple[str, np.ndarray]]:
     for name, kind, value in checkpoint_tensors(module):
         array = value.to(torch.float32).numpy()
         if kind in _QUANTISED:
-            quantise, dtype = _QUANTISED[kind]
+            quantise, _, dtype = _QUANTISED[kind]
             weight, scale = quantise(array)
             tensors[name] = dtype, weight
             tensors[name.removesuffix("weight") + "scale"] = "F8_E8M0", scale
         elif kind == "bf16":
-            tensors[name] = "BF16", float32_to_bf16(array)
+            tensors[name] = "BF16", formats.float32_to_bf16(array)
         else:
             tensors[name] = "F32", array
     return tensors

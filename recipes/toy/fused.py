@@ -4,6 +4,8 @@ Each function computes what its plain PyTorch twin in quantise.py or layers.py c
 data. A recipe's helper, not a statement of the model.
 """
 
+# ruff: noqa: ANN001, ANN202 - the arguments of a Triton kernel are typed when it is compiled
+
 from __future__ import annotations
 
 from collections.abc import Callable

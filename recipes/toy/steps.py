@@ -138,11 +138,11 @@ class DraftStep:
 
 
 class Captured:
-    """A step as a CUDA graph; on a CPU, or with `eager`, the step itself."""
+    """A step as a CUDA graph; on a CPU the step itself."""
 
-    def __init__(self, step: Callable[[], None], device: torch.device, eager: bool) -> None:
+    def __init__(self, step: Callable[[], None], device: torch.device) -> None:
         self.step, self.graph = step, None
-        if device.type != "cuda" or eager:
+        if device.type != "cuda":
             return
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

@@ -2,7 +2,7 @@
 
 `python -m recipes.toy.train DATASET.npz OUT` with a CUDA GPU; --small takes tiny batches for a look on a CPU. Time is
 the budget: the learning rate follows the clock, so a run always ends with a usable checkpoint. OUT gets target.*.pt,
-drafter.*.pt (float32 masters, for export.py) and log.txt.
+drafter.*.pt (float32 masters, for export.py) and log.txt. --resume goes on from the masters of another run.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from dsuf.spec import Spec
 from recipes.toy.batches import FAR, LONG, SHORT, SMALL, Arrays, Corpus, Sampler
 from recipes.toy.drafter import Drafter
+from recipes.toy.export import load_masters
 from recipes.toy.judge import judge, table
 from recipes.toy.model import Backbone, prepare, release
 from recipes.toy.steps import Captured, DraftStep, Inputs, Optimiser, TargetStep, first_inputs
@@ -92,13 +93,13 @@ def turns(seconds: float, courses: dict[str, Course], every: dict[str, int]) -> 
 
 
 def train_target(
-    backbone: Backbone, courses: dict[str, Course], names: list[str], seconds: float, eager: bool, log: Log
+    backbone: Backbone, courses: dict[str, Course], names: list[str], seconds: float, resumed: bool, log: Log
 ) -> None:
     """Dense selection until short needles are copied (or DENSE_SHARE of the time is gone), then the real selection."""
     device = backbone.norm.weight.device
-    optimiser = Optimiser(backbone, TARGET_RATE, device)
+    optimiser = Optimiser(backbone, TARGET_RATE / (2 if resumed else 1), device)
     optimiser.schedule(0.0)
-    sparse, copied, runs, logged = False, 0.0, {}, {}
+    sparse, copied, runs, logged = False, float(resumed), {}, {}
     every = {"long": 8}
     for number, done, course in turns(seconds, courses, every):
         if not sparse and (copied > COPIED or done > DENSE_SHARE):
@@ -108,7 +109,7 @@ def train_target(
             torch.cuda.empty_cache()
         if course.name not in runs:
             step = TargetStep(backbone, optimiser, course.inputs, len(names), sparse)
-            runs[course.name] = step, Captured(step, device, eager)
+            runs[course.name] = step, Captured(step, device)
         step, run = runs[course.name]
         optimiser.schedule(done)
         course.inputs.fill(course.feed.get())
@@ -124,14 +125,11 @@ def train_target(
                 for name, (rows, right, low) in zip(names, step.by_group.tolist(), strict=True)
                 if rows
             )
-            log(
-                f"{course.name} {number:6d} {done:.3f} loss {loss:.3f} index kl {kl:.3f} recall {recall:.3f} share {share:.3f} | {groups}"
-            )
+            index = f"index kl {kl:.3f} recall {recall:.3f} share {share:.3f}"
+            log(f"{course.name} {number:6d} {done:.3f} loss {loss:.3f} {index} | {groups}")
 
 
-def train_drafter(
-    backbone: Backbone, drafter: Drafter, courses: dict[str, Course], seconds: float, eager: bool, log: Log
-) -> None:
+def train_drafter(backbone: Backbone, drafter: Drafter, courses: dict[str, Course], seconds: float, log: Log) -> None:
     """The backbone is frozen; its taps are computed anew for every batch."""
     device = backbone.norm.weight.device
     optimiser = Optimiser(drafter, DRAFT_RATE, device)
@@ -143,7 +141,7 @@ def train_drafter(
         if course.name not in runs:
             course.inputs.batch.probes = ()
             step = DraftStep(backbone, drafter, optimiser, course.inputs)
-            runs[course.name] = step, Captured(step, device, eager)
+            runs[course.name] = step, Captured(step, device)
         step, run = runs[course.name]
         optimiser.schedule(done)
         arrays = course.feed.get()
@@ -153,9 +151,8 @@ def train_drafter(
         if number >= logged.get(course.name, 0):
             logged[course.name] = number + LOG_EVERY
             loss, *slots, accepted = step.scalars.tolist()
-            log(
-                f"drafter {course.name} {number:6d} {done:.3f} loss {loss:.3f} slots {' '.join(f'{s:.3f}' for s in slots)} accepted {accepted:.3f}"
-            )
+            each = " ".join(f"{slot:.3f}" for slot in slots)
+            log(f"drafter {course.name} {number:6d} {done:.3f} loss {loss:.3f} slots {each} accepted {accepted:.3f}")
 
 
 def save(module: torch.nn.Module, out: Path, name: str) -> None:
@@ -192,8 +189,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=360)
     parser.add_argument("--draft-seconds", type=float, default=120)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--small", action="store_true", help="tiny batches, no compilation")
-    parser.add_argument("--eager", action="store_true", help="no CUDA graph")
+    parser.add_argument("--resume", type=Path, help="folder with masters of an earlier run")
+    parser.add_argument("--small", action="store_true", help="tiny batches")
     parser.add_argument("--workers", type=int, default=6, help="processes that make batches, for each shape")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -219,19 +216,23 @@ def main() -> None:
         fused.install()
     backbone = Backbone(spec, corpus.class_map)
     drafter = Drafter(spec)
+    if arguments.resume:
+        load_masters(backbone, arguments.resume, "target")
+        load_masters(drafter, arguments.resume, "drafter")
     backbone.to(device)
     drafter.to(device)
     courses = {name: Course(name, feeds[name], first_inputs(make[0], device)) for name, make in samplers.items()}
     counts = [sum(p.numel() for p in module.parameters()) for module in (backbone, drafter)]
     tokens = [make[0].tokens for make in samplers.values()]
     log(f"{device}, {counts[0]:,} + {counts[1]:,} parameters, {tokens} tokens a step")
-    train_target(backbone, courses, corpus.group_names, arguments.seconds, arguments.eager, log)
+    train_target(backbone, courses, corpus.group_names, arguments.seconds, arguments.resume is not None, log)
     save(backbone, arguments.out, "target")
-    train_drafter(backbone, drafter, courses, arguments.draft_seconds, arguments.eager, log)
+    train_drafter(backbone, drafter, courses, arguments.draft_seconds, log)
     save(drafter, arguments.out, "drafter")
     for feed in feeds.values():
         feed.close()
-    report(backbone, drafter, corpus, log)
+    if not arguments.small:
+        report(backbone, drafter, corpus, log)
 
 
 if __name__ == "__main__":
