@@ -145,7 +145,7 @@ def test_an_answer_asked_for_again_starts_at_the_end_of_its_prompt(tmp_path, che
 def test_long_prompts_are_found_inside_by_ids_alone(tmp_path, checkpoint):
     with servers(tmp_path, checkpoint) as (a, b):
         prompt = tokens(300, 4)
-        run(a.engine, Request("1", prompt, 2, GREEDY))
+        a.turn("1", prompt, [], 2, "end 1")  # ends when what it kept has been announced
         events = run(b.engine, Request("2", prompt, 2, GREEDY))
         assert events[0].cached_tokens == 298 and events[0].source == "remote"
         assert run(b.engine, Request("3", [*prompt[:290], 5], 2, GREEDY))[0].cached_tokens == 0

@@ -28,8 +28,6 @@ FOLDER = Path("/dev/shm")
 TOKENS = 6_000
 CONVERSATIONS = 3
 
-fleet.SLOT, fleet.SNAPSHOT = SLOT_BYTES, SLOT_BYTES + 188
-
 
 def _options(address: str) -> AgentOptions:
     key = FOLDER / "fleet.key"
@@ -51,6 +49,7 @@ def _digest(seed: int) -> bytes:
 
 @asynccontextmanager
 async def _node(address: str) -> AsyncIterator[fleet.Node]:
+    fleet.SLOT, fleet.SNAPSHOT = SLOT_BYTES, SLOT_BYTES + 188  # only here, in a guest
     agent = Agent(_options(address))
     await agent.open()
     print(*agent.lines, sep="\n", flush=True)
