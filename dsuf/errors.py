@@ -1,15 +1,15 @@
 """The one tree of errors; every message says what was found, what was expected and what to do.
 
-    DsufError
-    ├── UsageError            a flag, request or recipe is wrong                       exit 2, HTTP 400
-    │   ├── ConfigError       a value is out of its range or two values contradict
-    │   ├── PromptError       the prompt cannot be run (too long, unknown token id, image)
-    │   └── NotSupported      a named feature that this build does not have
-    ├── EnvironmentProblem    the machine lacks something                              exit 3, HTTP 503
-    │   ├── CheckpointError   no checkpoint, or one that is damaged; carries every finding
-    │   ├── DeviceError       no GPU, too few, or one that faulted
-    │   └── EngineGone        the engine process ended while a request was running
-    └── CheckFailed           a check or threshold was not met                         exit 1
+DsufError
+├── UsageError            a flag, request or recipe is wrong                       exit 2, HTTP 400
+│   ├── ConfigError       a value is out of its range or two values contradict
+│   ├── PromptError       the prompt cannot be run (too long, unknown token id, image)
+│   └── NotSupported      a named feature that this build does not have
+├── EnvironmentProblem    the machine lacks something                              exit 3, HTTP 503
+│   ├── CheckpointError   no checkpoint, or one that is damaged; carries every finding
+│   ├── DeviceError       no GPU, too few, or one that faulted
+│   └── EngineGone        the engine process ended while a request was running
+└── CheckFailed           a check or threshold was not met                         exit 1
 """
 
 from __future__ import annotations

@@ -132,6 +132,7 @@ class Expander(ast.NodeTransformer):
             if any(isinstance(n, (ast.Continue, ast.Break)) for n in ast.walk(inner)):
                 raise SyntaxError(f"break and continue are not part of the kernel language: {ast.unparse(node.iter)}")
         name = node.target.id
+
         def wrap(value: ast.expr) -> ast.expr:
             return ast.Call(ast.Name("int32", ast.Load()), [value], [])
 

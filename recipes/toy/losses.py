@@ -11,7 +11,6 @@ from recipes.toy.drafter import Anchors, Drafter
 from recipes.toy.model import Backbone
 
 MARGIN = 6.0  # logits between the right token and the best other one, below which a row is pushed
-ENOUGH = 8.0  # margin above which a row teaches nothing more, so that parts do not all learn the same thing
 
 
 def margins(logits: Tensor, targets: Tensor) -> Tensor:
@@ -24,8 +23,7 @@ def token_loss(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor
     """Weighted cross entropy plus hinge on the margin; also the margins."""
     margin = margins(logits, targets)
     entropy = F.cross_entropy(logits, targets, reduction="none")
-    unsure = (margin.detach() < ENOUGH).to(entropy.dtype)
-    loss = ((entropy * unsure + 0.1 * torch.relu(MARGIN - margin)) * weights).sum()
+    loss = ((entropy + 0.1 * torch.relu(MARGIN - margin)) * weights).sum()
     return loss, margin.detach()
 
 
@@ -49,7 +47,7 @@ def draft_loss(
         right = (logits.argmax(-1) == after).to(x.dtype) * there
         kept = right.cumprod(-1)
         reached = torch.cat((there[:, :1], kept[:, :-1] * there[:, 1:]), 1)
-    confidence = drafter.confidence(x.detach(), e.detach())
+    confidence = drafter.confidence(x, e)
     bce = F.binary_cross_entropy_with_logits(confidence, right, reduction="none")
     loss = (entropy * there).sum() / there.sum() + (bce * reached).sum() / reached.sum()
     return loss, (right * reached).sum(0) / reached.sum(0).clamp(min=1), kept.sum(-1).mean()

@@ -123,8 +123,17 @@ class Report:
     def add(self, name: str, rows: int, times: list[float], nbytes: int, error: float | None = None) -> None:
         us, floor = float(np.median(times)), nbytes / self.read_gb_per_s / 1e3 if self.read_gb_per_s else 0.0
         rate = nbytes / us / 1e3
-        row = {"kernel": name, "rows": rows, "us": us, "spread": [min(times), max(times)], "bytes": nbytes,
-               "gb_per_s": rate, "floor_us": floor, "time_over_floor": us / floor if floor else None, "error": error}
+        row = {
+            "kernel": name,
+            "rows": rows,
+            "us": us,
+            "spread": [min(times), max(times)],
+            "bytes": nbytes,
+            "gb_per_s": rate,
+            "floor_us": floor,
+            "time_over_floor": us / floor if floor else None,
+            "error": error,
+        }
         self.rows.append(row)
         over = f"{us / floor:5.2f}x" if floor > 0.05 else "    -"
         mark = "" if error is None else f"  error {error:.1e}"
@@ -217,12 +226,16 @@ def measure_experts(gpu: Gpu, kernels: Loaded, report: Report, rows: int) -> Non
     some, chip = 3, "sm_90a"
 
     def weight(n: int, k: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-        return (gpu.rng.integers(0, 256, (number, n, k // 2), dtype=np.uint8),
-                gpu.rng.integers(118, 122, (number, n, k // 32), dtype=np.uint8))
+        return (
+            gpu.rng.integers(0, 256, (number, n, k // 2), dtype=np.uint8),
+            gpu.rng.integers(118, 122, (number, n, k // 32), dtype=np.uint8),
+        )
 
     w1, w3, w2 = weight(i, d, some), weight(i, d, some), weight(d, i, some)
-    w13 = [pack.interleave(*(pack.pack_fp4(w[0][e], w[1][e], chip, experts.GATE_UP_CHUNK) for w in (w1, w3)), 2)
-           for e in range(some)]
+    w13 = [
+        pack.interleave(*(pack.pack_fp4(w[0][e], w[1][e], chip, experts.GATE_UP_CHUNK) for w in (w1, w3)), 2)
+        for e in range(some)
+    ]
     packed2 = [pack.pack_fp4(w2[0][e], w2[1][e], chip) for e in range(some)]
     at13 = gpu.repeated(np.stack(w13), w13[0].nbytes * count)  # expert e is a copy of expert e mod 3
     at2 = gpu.repeated(np.stack(packed2), packed2[0].nbytes * count)
@@ -246,10 +259,12 @@ def measure_experts(gpu: Gpu, kernels: Loaded, report: Report, rows: int) -> Non
 
     one = d * i // 2 + d * i // 32
     hit = float(np.mean(distinct))
-    report.add(f"experts.gate_up ({hit:.0f})", rows, gpu.timed([lambda s, p=p: up(s, p) for _, p in sets]),
-               int(2 * one * hit))
-    report.add(f"experts.down ({hit:.0f})", rows, gpu.timed([lambda s, p=p: finish(s, p) for _, p in sets]),
-               int(one * hit))
+    report.add(
+        f"experts.gate_up ({hit:.0f})", rows, gpu.timed([lambda s, p=p: up(s, p) for _, p in sets]), int(2 * one * hit)
+    )
+    report.add(
+        f"experts.down ({hit:.0f})", rows, gpu.timed([lambda s, p=p: finish(s, p) for _, p in sets]), int(one * hit)
+    )
 
     def both(s: Any, plan: int) -> None:
         up(s, plan)
@@ -307,8 +322,12 @@ def measure_small(gpu: Gpu, kernels: Loaded, report: Report, rows: int) -> None:
     hidden, codes, scales = normal(rows, 2 * i), gpu.empty(rows * i), gpu.empty(rows * scale_stride(i))
     kernel2 = kernels["swiglu/v41"]
     grid2 = (kernel2.cubin.grid[0], rows)
-    report.add("swiglu", rows, gpu.timed(
-        [lambda s: kernel2.launch(s, hidden, codes, scales, grid=grid2, dependent=True)] * 40), rows * 5 * i)
+    report.add(
+        "swiglu",
+        rows,
+        gpu.timed([lambda s: kernel2.launch(s, hidden, codes, scales, grid=grid2, dependent=True)] * 40),
+        rows * 5 * i,
+    )
     gpu.free()
 
 

@@ -67,8 +67,10 @@ def test_a_linker_line_about_lost_performance_is_an_error():
 
 
 def test_launch_and_catalogue_import_without_numba_in_a_tenth_of_a_second():
-    code = "import sys, time; t = time.perf_counter(); import dsuf.kernels.launch; d = time.perf_counter() - t;" \
+    code = (
+        "import sys, time; t = time.perf_counter(); import dsuf.kernels.launch; d = time.perf_counter() - t;"
         "print(d, any(m.split('.')[0] in ('numba', 'llvmlite', 'cuda') for m in sys.modules))"
+    )
     command = [sys.executable, "-c", code]
     seen = [subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() for _ in range(3)]
     assert {row[1] for row in seen} == {"False"} and min(float(row[0]) for row in seen) < 0.1

@@ -22,9 +22,7 @@ class Layer:
     def __init__(self, rng: np.random.Generator, d: int, i: int, chip: str, most: int = 256):
         self.raw = [[fp4_weight(rng, *shape) for shape in ((i, d), (i, d), (d, i))] for _ in range(EXPERTS)]
         self.dense = [[formats.dequantise_fp4_rows(*w).astype(np.float64) for w in one] for one in self.raw]
-        w13 = [
-            pack.interleave(*(pack.pack_fp4(*w, chip, most) for w in one[:2]), 2) for one in self.raw
-        ]
+        w13 = [pack.interleave(*(pack.pack_fp4(*w, chip, most) for w in one[:2]), 2) for one in self.raw]
         self.w13, self.w2 = np.stack(w13), np.stack([pack.pack_fp4(*one[2], chip) for one in self.raw])
 
 

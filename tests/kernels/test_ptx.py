@@ -65,8 +65,10 @@ def one_kernel(ops: list[Op]) -> Kernel:
         slot = op.outs[0]
         store = "stg_f32(a, {})" if slot.type == "f32" else "stg_s64(a, {})" if "64" in slot.type else "stg_u32(a, {})"
         lines += [store.format(f"r[{i}]" if slot.count else "r") for i in range(slot.registers)]
-    body = [f"    {line}".replace("r[", f"r{i}[").replace("(a, r)", f"(a, r{i})").replace("    r = ", f"    r{i} = ")
-            for i, line in _numbered(lines)]
+    body = [
+        f"    {line}".replace("r[", f"r{i}[").replace("(a, r)", f"(a, r{i})").replace("    r = ", f"    r{i} = ")
+        for i, line in _numbered(lines)
+    ]
     tree = ast.parse("def every(a, u, n, f):\n" + "\n".join(body)).body[0]
     kinds = (("a", "s64"), ("u", "u32"), ("n", "s32"), ("f", "f32"))
     return Kernel("every", tree, names, kinds, 128, (1, 1), 0, 1, 1)

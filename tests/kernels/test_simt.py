@@ -207,8 +207,13 @@ def test_tensor_core_fragments_are_where_the_manual_says():
         bits = [v.astype(np.float32).view(np.uint32) >> 16 for v in (low, high)]
         return bits[0] | bits[1] << 16
 
-    a = np.stack([pair(left[g + 8 * (r & 1), 2 * t + 8 * (r >> 1)], left[g + 8 * (r & 1), 2 * t + 1 + 8 * (r >> 1)])
-                  for r in range(4)], 1)
+    a = np.stack(
+        [
+            pair(left[g + 8 * (r & 1), 2 * t + 8 * (r >> 1)], left[g + 8 * (r & 1), 2 * t + 1 + 8 * (r >> 1)])
+            for r in range(4)
+        ],
+        1,
+    )
     b = np.zeros((32, 4), np.uint32)
     for r in range(2):
         b[:, r] = pair(right[2 * t + 8 * r, g], right[2 * t + 1 + 8 * r, g])

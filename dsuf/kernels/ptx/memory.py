@@ -256,4 +256,3 @@ red_release_sys = _release("red_release_sys", "red.release.sys.global.add.u32 [<
 st_release_sys = _release("st_release_sys", "st.release.sys.global.u32 [<0>], <1>;", add=False)
 ld_acquire = _acquire("ld_acquire", "gpu")
 ld_acquire_sys = _acquire("ld_acquire_sys", "sys")
-

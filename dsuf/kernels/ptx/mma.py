@@ -93,9 +93,7 @@ def _ldmatrix(name: str, transposed: bool) -> Op:
             if not transposed:
                 out.append(lanes.load_shared((rows[:, m, _G] + 4 * _T).reshape(-1), np.uint32, 1))
                 continue
-            halves = [
-                lanes.load_shared((rows[:, m, 2 * _T + h] + 2 * _G).reshape(-1), np.uint16, 1) for h in range(2)
-            ]
+            halves = [lanes.load_shared((rows[:, m, 2 * _T + h] + 2 * _G).reshape(-1), np.uint16, 1) for h in range(2)]
             out.append(halves[0] | halves[1] << 16)
         return tuple(out)
 

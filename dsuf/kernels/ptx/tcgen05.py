@@ -152,5 +152,3 @@ def tensor_fence_after() -> None:
 def instruction(m: int, n: int, scaled: bool) -> int:
     """Instruction descriptor: bf16 operands, or e4m3 with ue8m0 scales (scale ids are added by the kernel)."""
     return n >> 3 << 17 | m >> 4 << 24 | (1 << 23 if scaled else 1 << 4 | 1 << 7 | 1 << 10)
-
-
