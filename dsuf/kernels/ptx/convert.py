@@ -97,7 +97,7 @@ def f16_high(pair: Any) -> Any:
     "u32*2 = u32",
     "{.reg .b16 l, h; mov.b32 {l, h}, <0>; cvt.rn.f16x2.e4m3x2 <d.0>, l; cvt.rn.f16x2.e4m3x2 <d.1>, h;}",
     pure=True,
-)  # noqa: E501
+)
 def e4m3x4_f16(codes: Any) -> Any:
     """cvt.rn.f16x2.e4m3x2 twice: four codes to two f16 pairs, exact"""
     value = [E4M3[u32(codes) >> np.uint32(8 * i) & np.uint32(255)] for i in range(4)]
