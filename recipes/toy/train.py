@@ -2,7 +2,8 @@
 
 `python -m recipes.toy.train DATASET.npz OUT` with a CUDA GPU; --small takes tiny batches for a look on a CPU. Time is
 the budget: the learning rate follows the clock, so a run always ends with a usable checkpoint. OUT gets target.*.pt,
-drafter.*.pt (float32 masters, for export.py) and log.txt. --resume goes on from the masters of another run.
+drafter.*.pt (float32 masters, for export.py) and log.txt. --resume goes on from the masters of another run; with
+--seconds 0 the target stays as it is.
 """
 
 from __future__ import annotations
@@ -225,7 +226,8 @@ def main() -> None:
     counts = [sum(p.numel() for p in module.parameters()) for module in (backbone, drafter)]
     tokens = [make[0].tokens for make in samplers.values()]
     log(f"{device}, {counts[0]:,} + {counts[1]:,} parameters, {tokens} tokens a step")
-    train_target(backbone, courses, corpus.group_names, arguments.seconds, arguments.resume is not None, log)
+    if arguments.seconds:
+        train_target(backbone, courses, corpus.group_names, arguments.seconds, arguments.resume is not None, log)
     save(backbone, arguments.out, "target")
     train_drafter(backbone, drafter, courses, arguments.draft_seconds, log)
     save(drafter, arguments.out, "drafter")

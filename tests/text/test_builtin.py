@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import zipfile
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -109,3 +111,10 @@ def test_toy_is_unpacked_once_from_the_package(tmp_path, monkeypatch):
 def test_anything_else_is_a_path(tmp_path):
     assert resolve(str(tmp_path), cache_dir=tmp_path) == tmp_path
     assert resolve("./noise", cache_dir=tmp_path) == Path("noise")
+
+
+def test_the_digest_of_the_packed_toy_stands_in_its_readme():
+    folder = resources.files("dsuf").joinpath("toy")
+    assert (
+        hashlib.sha256(folder.joinpath("toy.zip").read_bytes()).hexdigest() in folder.joinpath("README.md").read_text()
+    )
