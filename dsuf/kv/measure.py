@@ -36,7 +36,7 @@ _OWNER, _READER = (Identity(name, name, "here", b"measure".ljust(32)) for name i
 
 
 class _Owner:
-    """The owner as a transport sees it."""
+    """The owner as a transport sees it; tcp and shm, which are measured, ask it nothing."""
 
     key = f"{_OWNER.sid}@{_OWNER.boot}"
 

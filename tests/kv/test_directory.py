@@ -219,7 +219,7 @@ def test_slow_redis_costs_one_deadline_and_then_nothing(server):
         server.freeze()
         begin = time.monotonic()
         assert await sids(a, KEYS) == "down"
-        assert 0.1 < time.monotonic() - begin < 2.0
+        assert 0.1 < time.monotonic() - begin < 0.4
         begin = time.monotonic()
         assert [await sids(a, KEYS) for _ in range(100)] == ["down"] * 100
         assert time.monotonic() - begin < 0.05
