@@ -48,6 +48,9 @@ odd_texts = st.lists(
     max_size=10,
 ).map("".join)
 
+# DSML has no escape: the parser ends a value at its closing mark, also when all of the text comes at once
+odd_values = odd_texts.filter(lambda text: "</｜DSML｜" not in text)
+
 
 def split(ids, sizes):
     pieces, i = [], 0
@@ -64,7 +67,7 @@ def asked(protocol, tools=False, stop=None, stream=True):
 
 @pytest.mark.parametrize("protocol", PARSED, **by_name)
 @settings(max_examples=50, deadline=None)
-@given(odd_texts, splits)
+@given(odd_values, splits)
 def test_arguments_are_json_without_markup_in_any_split(protocol, city, sizes):
     ids = encode("I look.\n\n" + call(city=city, days=3))
     got = answer(TEXT, protocol, asked(protocol, tools=True), split(ids, sizes), "stop")

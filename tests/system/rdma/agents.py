@@ -18,7 +18,6 @@ import redis.asyncio
 from dsuf.kv.agent import Agent, AgentOptions
 from dsuf.kv.embedded import server_binary
 from tests.kv import fleet
-from tests.system.rdma import patience  # noqa: F401
 from tests.system.rdma.guests import NETWORKS
 from tests.system.rdma.owner import SLOT_BYTES, set_link
 
@@ -49,7 +48,10 @@ def _digest(seed: int) -> bytes:
 
 @asynccontextmanager
 async def _node(address: str) -> AsyncIterator[fleet.Node]:
-    fleet.SLOT, fleet.SNAPSHOT = SLOT_BYTES, SLOT_BYTES + 188  # only here, in a guest
+    # only in a guest: this module is also collected beside the tests that need the small pages and the real waits
+    from tests.system.rdma import patience  # noqa: F401
+
+    fleet.SLOT, fleet.SNAPSHOT = SLOT_BYTES, SLOT_BYTES + 188
     agent = Agent(_options(address))
     await agent.open()
     print(*agent.lines, sep="\n", flush=True)
