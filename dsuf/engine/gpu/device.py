@@ -1,0 +1,375 @@
+"""One GPU: memory by kind, copies, launches by catalogue name, captured graphs, events: what an engine sees of CUDA.
+
+    device = Device.open(0, cubins)
+    x = device.allocate(1 << 20, "workspace")
+    with device.capture() as graph:
+        device.launch("embed/v41", x, ..., grid=(6, 1))
+    graph.launch()
+
+Launches go to the current stream: the main one, a side stream inside `with device.beside():`, or the graph that is
+being captured. Memory lives as long as the device. A CUDA error becomes a DeviceError; after a sticky one (`lost`)
+nothing works any more in this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dsuf.errors import DeviceError
+from dsuf.kernels.launch import Cubin, Launcher
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+CHIPS = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
+OLDEST_DRIVER = 13000  # CUDA 13.0, driver 580
+ALIGNMENT = 256
+GIB = 1 << 30
+# after these the context is gone: every later call gives the same error
+STICKY = (
+    "ILLEGAL_ADDRESS", "LAUNCH_FAILED", "LAUNCH_TIMEOUT", "ILLEGAL_INSTRUCTION", "MISALIGNED_ADDRESS",
+    "INVALID_ADDRESS_SPACE", "INVALID_PC", "HARDWARE_STACK_ERROR", "ASSERT", "ECC_UNCORRECTABLE", "UNKNOWN",
+)  # fmt: skip
+
+
+class Event:
+    """A point in a stream's work."""
+
+    def __init__(self, device: Device, handle: Any) -> None:
+        self._device, self._event = device, handle
+
+    def done(self) -> bool:
+        """Whether everything before it has ended. Raises DeviceError if that work failed."""
+        with self._device.faults("the work before an event"):
+            return bool(self._event.is_done)
+
+    def wait(self) -> None:
+        """Block the host until then."""
+        with self._device.faults("the work before an event"):
+            self._event.sync()
+
+    def since(self, earlier: Event) -> float:
+        """Seconds between two events that were recorded with timing and have ended."""
+        return (self._event - earlier._event) * 1e-3
+
+
+class Graph:
+    """Captured launches; `launch` queues them all on the current stream."""
+
+    def __init__(self, device: Device) -> None:
+        self._device, self._graph = device, None
+        self.launches = 0  # kernels and copies in it
+
+    def launch(self) -> None:
+        """Queue the graph."""
+        with self._device.faults("a graph"):
+            self._graph.launch(self._device.stream)
+
+    def _complete(self, builder: Any) -> None:
+        self._graph = builder.end_building().complete()
+
+
+class Device:
+    """See the module. `dependent`: kernels may start before their predecessor has ended (they wait inside)."""
+
+    def __init__(self, index: int, chip: str, name: str, handle: Any, *, dependent: bool = True) -> None:
+        self.index, self.chip, self.name, self.dependent = index, chip, name, dependent
+        self.lost: str | None = None  # the sticky error that ended it
+        self._device = handle
+        self.stream = handle.create_stream()
+        self._side = handle.create_stream()
+        self._main = self.stream
+        self._builder: Any = None
+        self._graph: Graph | None = None
+        self._launchers: dict[str, Launcher] = {}
+        self._held: Counter[str] = Counter()
+        self._addresses: list[int] = []
+        self._pinned: list[int] = []
+        self._registered: list[int] = []
+
+    @classmethod
+    def open(cls, index: int, cubins: Iterable[Cubin] | None = None, *, dependent: bool = True) -> Device:
+        """The device of that number, current in this thread. Raises DeviceError for what is missing, by name."""
+        chip, name = look(index)
+        import cuda.core
+
+        handle = cuda.core.Device(index)
+        handle.set_current()
+        device = cls(index, chip, name, handle, dependent=dependent)
+        device.add_kernels(cubins or ())
+        return device
+
+    def add_kernels(self, cubins: Iterable[Cubin]) -> None:
+        """Load kernels, so that nothing is loaded inside a step."""
+        with self.faults("loading kernels"):
+            self._launchers.update((cubin.name, Launcher(cubin)) for cubin in cubins)
+
+    # ---- memory
+
+    def allocate(self, nbytes: int, what: str) -> int:
+        """Address of nbytes of device memory, aligned to 256, counted under `what`. Raises DeviceError when full."""
+        from cuda.bindings import driver
+
+        size = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
+        status, address = driver.cuMemAlloc(size)
+        if status == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            raise out_of_memory(self.name, self.index, what, size, self.memory(), self.held())
+        self.check(status, f"allocating {size} bytes for {what}")
+        self._addresses.append(int(address))
+        self._held[what] += size
+        return int(address)
+
+    def held(self) -> dict[str, int]:
+        """Bytes allocated so far, by kind."""
+        return dict(self._held)
+
+    def memory(self) -> tuple[int, int]:
+        """(free, total) bytes of the device."""
+        from cuda.bindings import driver
+
+        status, free, total = driver.cuMemGetInfo()
+        self.check(status, "reading the memory's state")
+        return int(free), int(total)
+
+    def pinned(self, nbytes: int) -> np.ndarray:
+        """uint8 [nbytes] of page-locked host memory; `.ctypes.data` is its address on the device too."""
+        import ctypes
+
+        from cuda.bindings import driver
+
+        flags = driver.CU_MEMHOSTALLOC_DEVICEMAP | driver.CU_MEMHOSTALLOC_PORTABLE
+        status, address = driver.cuMemHostAlloc(nbytes, flags)
+        self.check(status, f"page-locking {nbytes} bytes of host memory")
+        self._pinned.append(int(address))
+        array = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(int(address)), np.uint8)
+        array[:] = 0
+        return array
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Page-lock host memory that exists, so that kernels and copies reach it at its own address."""
+        from cuda.bindings import driver
+
+        flags = driver.CU_MEMHOSTREGISTER_DEVICEMAP | driver.CU_MEMHOSTREGISTER_PORTABLE
+        (status,) = driver.cuMemHostRegister(address, nbytes, flags)
+        self.check(status, f"registering {nbytes} bytes of host memory")
+        self._registered.append(address)
+
+    def unregister(self, address: int) -> None:
+        """The opposite of `register`."""
+        from cuda.bindings import driver
+
+        self._registered.remove(address)
+        self.check(driver.cuMemHostUnregister(address)[0], "unregistering host memory")
+
+    def upload(self, address: int, array: np.ndarray) -> None:
+        """Copy an array to the device and wait; for set-up only."""
+        from cuda.bindings import driver
+
+        array = np.ascontiguousarray(array)
+        self.synchronize()
+        self.check(driver.cuMemcpyHtoD(address, array.ctypes.data, array.nbytes)[0], "copying to the device")
+
+    def download(self, address: int, nbytes: int) -> np.ndarray:
+        """uint8 [nbytes] of device memory, after all queued work."""
+        from cuda.bindings import driver
+
+        out = np.empty(nbytes, np.uint8)
+        self.synchronize()
+        self.check(driver.cuMemcpyDtoH(out.ctypes.data, address, nbytes)[0], "copying from the device")
+        return out
+
+    def zero(self, address: int, nbytes: int) -> None:
+        """Clear memory, in the order of the current stream."""
+        from cuda.bindings import driver
+
+        self._count()
+        self.check(driver.cuMemsetD8Async(address, 0, nbytes, self._handle())[0], "clearing memory")
+
+    def copy_async(self, target: int, source: int, nbytes: int) -> None:
+        """Copy between any two addresses (device, pinned or registered) in the order of the current stream."""
+        from cuda.bindings import driver
+
+        self._count()
+        self.check(driver.cuMemcpyAsync(target, source, nbytes, self._handle())[0], "copying")
+
+    # ---- work
+
+    def launch(
+        self, name: str, *args: float, grid: tuple[int, int] | None = None, dependent: bool | None = None
+    ) -> None:
+        """Queue the kernel of a catalogue entry; `dependent` overrides the device's."""
+        launcher = self._launchers.get(name)
+        if launcher is None:
+            raise DeviceError(
+                f"no kernel {name} for {self.chip} is loaded ({len(self._launchers)} are). "
+                f"Run `dsuf build --sm {self.chip}` with this version of dsuf."
+            )
+        self._count()
+        with self.faults(f"launching {name}"):
+            where = self._builder if self._builder is not None else self.stream
+            launcher.launch(where, *args, grid=grid, dependent=self.dependent if dependent is None else dependent)
+
+    @property
+    def kernels(self) -> frozenset[str]:
+        """Names of the loaded kernels."""
+        return frozenset(self._launchers)
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[Graph]:
+        """Record what is launched inside instead of running it."""
+        graph = self._graph = Graph(self)
+        with self.faults("capturing a graph"):
+            self._builder = self.stream.create_graph_builder()
+            self._builder.begin_building()
+        try:
+            yield graph
+            with self.faults("completing a graph"):
+                graph._complete(self._builder)
+        finally:
+            self._builder = self._graph = None
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """Use the side stream inside: for copies that run beside the step."""
+        self.stream = self._side
+        try:
+            yield
+        finally:
+            self.stream = self._main
+
+    def record(self, *, timing: bool = False) -> Event:
+        """An event after what is queued on the current stream."""
+        from cuda.core import EventOptions
+
+        with self.faults("recording an event"):
+            return Event(self, self.stream.record(options=EventOptions(timing_enabled=timing)))
+
+    def wait(self, event: Event) -> None:
+        """Let the current stream wait for an event of another."""
+        with self.faults("waiting for an event"):
+            self.stream.wait(event._event)
+
+    def synchronize(self) -> None:
+        """Block until both streams are empty. Raises DeviceError if their work failed."""
+        with self.faults("the queued work"):
+            self._main.sync()
+            self._side.sync()
+
+    # ---- faults and end
+
+    def check(self, status: Any, doing: str) -> None:
+        """Raise DeviceError unless a driver call succeeded."""
+        if int(status) != 0:
+            self._fail(status.name, doing)
+
+    @contextlib.contextmanager
+    def faults(self, doing: str) -> Iterator[None]:
+        """Turn what cuda.core raises into DeviceError."""
+        try:
+            yield
+        except DeviceError:
+            raise
+        except Exception as error:  # cuda.core's own errors have no common public base
+            if type(error).__module__.partition(".")[0] != "cuda":
+                raise
+            self._fail(str(error).partition(":")[0], doing)
+
+    def _fail(self, name: str, doing: str) -> None:
+        if any(name.startswith(f"CUDA_ERROR_{sticky}") for sticky in STICKY):
+            self.lost = self.lost or name
+            raise DeviceError(
+                f"GPU {self.index} ({self.name}) failed with {name} at {doing}. Its work is lost and this process "
+                "cannot use it any more; start again, and report the step if it comes back."
+            )
+        raise DeviceError(f"GPU {self.index} ({self.name}): {name} at {doing}.")
+
+    def close(self) -> None:
+        """Free everything; nothing may be queued any more."""
+        from cuda.bindings import driver
+
+        if self.lost is None:
+            self.synchronize()
+        for address in self._registered:
+            driver.cuMemHostUnregister(address)
+        for address in self._addresses:
+            driver.cuMemFree(address)
+        for address in self._pinned:
+            driver.cuMemFreeHost(address)
+        self._registered, self._addresses, self._pinned = [], [], []
+        self._held.clear()
+
+    def __enter__(self) -> Device:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _handle(self) -> Any:
+        return self._builder.stream.handle if self._builder is not None else self.stream.handle
+
+    def _count(self) -> None:
+        if self._graph is not None:
+            self._graph.launches += 1
+
+
+def look(index: int) -> tuple[str, str]:
+    """(chip, name) of a device. Raises DeviceError: no driver, one too old, no such GPU, one of another kind."""
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise DeviceError(
+            f"cuda-python cannot be imported ({error}). Install dsuf on Linux, or use --gpus 0."
+        ) from None
+    try:
+        (status,) = driver.cuInit(0)
+    except RuntimeError:  # cuda.pathfinder found no libcuda.so.1
+        raise DeviceError("no NVIDIA driver: libcuda.so.1 was not found. Install it, or use --gpus 0.") from None
+    if int(status) != 0:
+        raise DeviceError(f"the NVIDIA driver does not start: {status.name}. Check `nvidia-smi`, or use --gpus 0.")
+    check_driver(int(driver.cuDriverGetVersion()[1]))
+    count = int(driver.cuDeviceGetCount()[1])
+    if index >= count:
+        raise DeviceError(f"GPU {index} was asked for, {count} can be seen. Name one of them, or use --gpus 0.")
+    handle, attribute = driver.cuDeviceGet(index)[1], driver.CUdevice_attribute
+    major = driver.cuDeviceGetAttribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, handle)[1]
+    minor = driver.cuDeviceGetAttribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, handle)[1]
+    name = driver.cuDeviceGetName(128, handle)[1].split(b"\0")[0].decode()
+    return chip_of(major, minor, name), name
+
+
+def check_driver(version: int) -> None:
+    """Raise DeviceError for a driver that serves too old a CUDA; `version` as cuDriverGetVersion gives it."""
+    if version < OLDEST_DRIVER:
+        raise DeviceError(
+            f"the NVIDIA driver serves CUDA {version // 1000}.{version % 1000 // 10}; this build needs "
+            f"{OLDEST_DRIVER // 1000}.{OLDEST_DRIVER % 1000 // 10} (driver 580 or newer). Update it, or use --gpus 0."
+        )
+
+
+def chip_of(major: int, minor: int, name: str) -> str:
+    """The chip whose kernels a compute capability runs. Raises DeviceError where there are none."""
+    if (major, minor) not in CHIPS:
+        known = ", ".join(f"{a}.{b}" for a, b in CHIPS)
+        raise DeviceError(
+            f"{name} has compute capability {major}.{minor}; kernels exist for {known}. Use another GPU or --gpus 0."
+        )
+    return CHIPS[major, minor]
+
+
+def out_of_memory(
+    name: str, index: int, what: str, size: int, memory: tuple[int, int], held: dict[str, int]
+) -> DeviceError:
+    """What did not fit, what is there and who holds it."""
+    free, total = memory
+    mine = ", ".join(f"{kind} {count / GIB:.2f}" for kind, count in sorted(held.items(), key=lambda x: -x[1]))
+    others = total - free - sum(held.values())
+    return DeviceError(
+        f"GPU {index} ({name}) is full: {what} needs {size / GIB:.2f} GiB, {free / GIB:.2f} of {total / GIB:.2f} GiB "
+        f"are free. Held in GiB: {mine or 'nothing'}, by others {others / GIB:.2f}. "
+        "Use a smaller --max-context or fewer --max-sequences, or end what else uses the GPU."
+    )

@@ -1,0 +1,229 @@
+"""A stand-in for engine.gpu.device.Device on host memory: launches run the catalogue's kernels in the interpreter.
+
+Every allocation is poisoned and registered, so a kernel that reads what nobody wrote, or writes past a buffer, says so.
+A captured graph is a list of calls that `launch` runs again. Work is done when a call returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import numpy as np
+
+from dsuf.engine.gpu.device import ALIGNMENT, out_of_memory
+from dsuf.errors import DeviceError
+from dsuf.kernels import catalogue
+from dsuf.kernels.lang import Kernel
+from dsuf.kernels.simt.memory import Buffer, GlobalMemory
+from dsuf.kernels.simt.run import run
+
+CHIP = "sm_90a"
+MEMORY = 4 << 30
+
+
+@cache
+def expanded(name: str) -> Kernel:
+    """The kernel of a catalogue entry. Raises KeyError."""
+    for entry in catalogue.entries():
+        if entry.name == name:
+            return entry.kernel(CHIP)
+    raise KeyError(name)
+
+
+class SimtEvent:
+    """Everything has ended already."""
+
+    def __init__(self) -> None:
+        self.at = time.perf_counter()
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+    def since(self, earlier: SimtEvent) -> float:
+        return self.at - earlier.at
+
+
+class SimtGraph:
+    """Calls in the order in which they were captured."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], None]] = []
+
+    @property
+    def launches(self) -> int:
+        return len(self.calls)
+
+    def launch(self) -> None:
+        for call in self.calls:
+            call()
+
+
+class SimtDevice:
+    """See engine.gpu.device.Device for what each method does. `log` counts launches by name, `seconds` their time."""
+
+    chip, name, lost = CHIP, "interpreter", None
+
+    def __init__(self, memory_bytes: int = MEMORY, index: int = 0) -> None:
+        self.index, self.dependent, self.memory_bytes = index, True, memory_bytes
+        self.global_memory = GlobalMemory()
+        self.log: Counter[str] = Counter()
+        self.seconds: Counter[str] = Counter()
+        self._held: Counter[str] = Counter()
+        self._graph: SimtGraph | None = None
+
+    # ---- memory
+
+    def allocate(self, nbytes: int, what: str) -> int:
+        size = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
+        free, total = self.memory()
+        if size > free:
+            raise out_of_memory(self.name, self.index, what, size, (free, total), self.held())
+        self._held[what] += size
+        return self.global_memory.add(_aligned(size), initial=False)
+
+    def held(self) -> dict[str, int]:
+        return dict(self._held)
+
+    def memory(self) -> tuple[int, int]:
+        return self.memory_bytes - sum(self._held.values()), self.memory_bytes
+
+    def pinned(self, nbytes: int) -> np.ndarray:
+        array = _aligned(nbytes)
+        array[:] = 0
+        self.global_memory.add(array)
+        return array
+
+    def register(self, address: int, nbytes: int) -> None:
+        self.global_memory.add(np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8))
+
+    def unregister(self, address: int) -> None:
+        memory = self.global_memory
+        memory.buffers = [b for b in memory.buffers if b.first != address]
+        memory.starts = np.array([b.first for b in memory.buffers], np.int64)
+
+    def upload(self, address: int, array: np.ndarray) -> None:
+        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        self._into(address, raw.size)[:] = raw
+
+    def download(self, address: int, nbytes: int) -> np.ndarray:
+        buffer, offset = self._find(address, nbytes)
+        return buffer.raw[offset : offset + nbytes].copy()
+
+    def zero(self, address: int, nbytes: int) -> None:
+        self._do(lambda: self._into(address, nbytes).fill(0))
+
+    def copy_async(self, target: int, source: int, nbytes: int) -> None:
+        self._do(lambda: self._copy(target, source, nbytes))
+
+    # ---- work
+
+    def launch(
+        self, name: str, *args: float, grid: tuple[int, int] | None = None, dependent: bool | None = None
+    ) -> None:
+        try:
+            kernel = expanded(name)
+        except KeyError:
+            raise DeviceError(f"no kernel {name} in the catalogue") from None
+        if len(args) != len(kernel.parameters):
+            raise DeviceError(f"{name} takes {len(kernel.parameters)} arguments, {len(args)} given")
+        values = [
+            np.float32(value) if kind == "f32" else int(value)
+            for (_, kind), value in zip(kernel.parameters, args, strict=True)
+        ]
+        self._do(lambda: self._run(name, kernel, values, grid))
+
+    @property
+    def kernels(self) -> frozenset[str]:
+        return frozenset(e.name for e in catalogue.entries() if CHIP in e.chips)
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[SimtGraph]:
+        self._graph = graph = SimtGraph()
+        try:
+            yield graph
+        finally:
+            self._graph = None
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        yield
+
+    def record(self, *, timing: bool = False) -> SimtEvent:
+        return SimtEvent()
+
+    def wait(self, event: SimtEvent) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.global_memory = GlobalMemory()
+        self._held.clear()
+
+    def __enter__(self) -> SimtDevice:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def unwritten(self, address: int, nbytes: int) -> int:
+        """Bytes of a range that nobody wrote yet."""
+        buffer, offset = self._find(address, nbytes)
+        return 0 if buffer.written is None else int((~buffer.written[offset : offset + nbytes]).sum())
+
+    # ---- inside
+
+    def _do(self, call: Callable[[], None]) -> None:
+        if self._graph is not None:
+            self._graph.calls.append(call)
+        else:
+            call()
+
+    def _run(self, name: str, kernel: Kernel, values: list[float], grid: tuple[int, int] | None) -> None:
+        begun = time.perf_counter()
+        try:
+            run(kernel, self.global_memory, values, grid=grid)
+        except Exception as error:
+            error.add_note(f"in {name}, grid {grid or kernel.grid}")
+            raise
+        self.log[name] += 1
+        self.seconds[name] += time.perf_counter() - begun
+
+    def _copy(self, target: int, source: int, nbytes: int) -> None:
+        buffer, offset = self._find(source, nbytes)
+        known = True if buffer.written is None else buffer.written[offset : offset + nbytes].copy()
+        raw = buffer.raw[offset : offset + nbytes].copy()
+        self._into(target, nbytes)[:] = raw
+        there, at = self._find(target, nbytes)
+        if there.written is not None:
+            there.written[at : at + nbytes] = known
+
+    def _find(self, address: int, nbytes: int) -> tuple[Buffer, int]:
+        index = int(np.searchsorted(self.global_memory.starts, address, side="right")) - 1
+        buffer = self.global_memory.buffers[index] if index >= 0 else None
+        if buffer is None or not 0 <= address - buffer.first <= buffer.raw.size - nbytes:
+            raise DeviceError(f"{nbytes} bytes at {address:#x} are in no allocation")
+        return buffer, address - buffer.first
+
+    def _into(self, address: int, nbytes: int) -> np.ndarray:
+        """A view that is about to be written whole."""
+        buffer, offset = self._find(address, nbytes)
+        if buffer.written is not None:
+            buffer.written[offset : offset + nbytes] = True
+        return buffer.raw[offset : offset + nbytes]
+
+
+def _aligned(size: int) -> np.ndarray:
+    """uint8 [size] at a multiple of 256, with a gap behind it so that no access runs into another buffer."""
+    room = np.empty(size + 2 * ALIGNMENT, np.uint8)
+    first = -room.ctypes.data % ALIGNMENT
+    return room[first : first + size]
