@@ -1,0 +1,193 @@
+"""Weights on the device: an address for each name, in the layouts that the kernels read (weight_plan.py).
+
+    weights = Weights.allocate(device, spec, class_map)
+    weights.load(checkpoint, progress)      or    fill(weights, seed) of weight_fill.py
+    weights.layers[3].wq_b, weights.stages[0].gate, weights.embed, ...
+
+0 is the address of what a layer does not have. Engram tables are placed by engram_tables.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dsuf import formats
+from dsuf.engine.gpu.weight_plan import PAIR_TILES, Part, plan
+from dsuf.kernels import engram as engram_kernels
+from dsuf.kernels import pack, rope
+from dsuf.kernels.experts import GATE_UP_CHUNK
+from dsuf.ops.engram import hashes
+from dsuf.ops.rope import frequencies
+from dsuf.spec import Spec
+
+if TYPE_CHECKING:
+    from dsuf.engine.gpu.device import Device
+    from dsuf.model.checkpoint import Checkpoint
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+TABLES = ("engram_table", "engram_table_scales")  # placed by engram_tables.py
+
+
+@dataclass
+class BlockWeights:
+    """Addresses of one layer or drafter stage."""
+
+    attn_norm: int = 0
+    ffn_norm: int = 0
+    q_norm: int = 0
+    kv_norm: int = 0
+    attn_sink: int = 0
+    wq_a_wkv: int = 0
+    wq_b: int = 0
+    wo_a: int = 0
+    wo_b: int = 0
+    hc_attn_fn: int = 0
+    hc_attn_scale: int = 0
+    hc_attn_base: int = 0
+    hc_ffn_fn: int = 0
+    hc_ffn_scale: int = 0
+    hc_ffn_base: int = 0
+    gate: int = 0
+    gate_bias: int = 0  # float32 [2, experts]: text, image
+    experts_w13: int = 0
+    experts_w2: int = 0
+    shared_gate_up: int = 0
+    shared_down: int = 0
+    compressor: int = 0
+    compressor_norm: int = 0
+    index_wk: int = 0
+    index_k_norm: int = 0
+    index_wq_b: int = 0
+    index_weights: int = 0
+    engram_wkv: int = 0
+    engram_qk: int = 0
+    engram_table: int = 0
+    engram_table_scales: int = 0
+    engram_constants: int = 0
+
+
+@dataclass
+class Weights:
+    """Addresses of a whole model (of one rank's share)."""
+
+    device: Device
+    spec: Spec
+    parts: list[Part]
+    layers: list[BlockWeights] = field(default_factory=list)
+    stages: list[BlockWeights] = field(default_factory=list)
+    embed: int = 0
+    class_map: int = 0  # int32 [vocabulary]
+    norm: int = 0
+    head: int = 0
+    rope_plain: int = 0  # rope.tables of layers without and with compression
+    rope_compressed: int = 0
+    main_proj: int = 0
+    main_norm: int = 0
+    draft_norm: int = 0
+    markov_embed: int = 0
+    markov_head: int = 0
+    confidence: int = 0
+
+    @classmethod
+    def allocate(
+        cls, device: Device, spec: Spec, class_map: np.ndarray, *, positions: int, rank: int = 0, ranks: int = 1
+    ) -> Weights:
+        """Take the memory, but for the Engram tables, and write what comes from no checkpoint: class_map int32
+        [vocabulary], ropes up to `positions`, hash constants. Raises DeviceError when it does not fit.
+        """
+        weights = cls(device, spec, plan(spec, rank=rank, ranks=ranks))
+        weights.layers = [BlockWeights() for _ in spec.layers]
+        weights.stages = [BlockWeights() for _ in range(spec.num_nextn_predict_layers)]
+        for part in weights.parts:
+            if part.name not in TABLES:
+                setattr(weights.owner(part), part.name, device.allocate(part.nbytes, f"weights, {part.kind}"))
+        weights.class_map = weights._put(class_map.astype(np.int32))
+        weights.rope_plain, weights.rope_compressed = (
+            weights._put(rope.tables(frequencies(spec, compressed), positions)) for compressed in (False, True)
+        )
+        for layer, one in zip(spec.engram_layer_ids, hashes(spec), strict=True):
+            weights.layers[layer].engram_constants = weights._put(engram_kernels.constants(one))
+        return weights
+
+    def owner(self, part: Part) -> BlockWeights | Weights:
+        """What holds the part's address."""
+        kind, _, number = part.owner.partition(".")
+        return self if not kind else (self.layers if kind == "layers" else self.stages)[int(number)]
+
+    def address(self, part: Part) -> int:
+        """Where the part is."""
+        return getattr(self.owner(part), part.name)
+
+    @property
+    def loaded(self) -> list[Part]:
+        """Parts that `load` or a fill writes: all but the Engram tables."""
+        return [part for part in self.parts if part.name not in TABLES]
+
+    def load(self, checkpoint: Checkpoint, progress: Progress | None = None) -> None:
+        """Pack on the host and copy: for small checkpoints; weight_load.py packs on the device."""
+        total, done = sum(part.nbytes for part in self.loaded), 0
+        for part in self.loaded:
+            self.device.upload(self.address(part), packed(part, checkpoint, self.device.chip))
+            done += part.nbytes
+            if progress is not None:
+                progress(done, total)
+
+    def _put(self, array: np.ndarray) -> int:
+        address = self.device.allocate(array.nbytes, "weights, dense")
+        self.device.upload(address, array)
+        return address
+
+
+def packed(part: Part, checkpoint: Checkpoint, chip: str) -> np.ndarray:
+    """A part as bytes, uint8 [nbytes], in NumPy: the slow statement of what the device makes."""
+    if part.layout == "plain":
+        raw = np.concatenate([_bytes(checkpoint.raw(name)) for name in part.tensors])
+        return raw if part.split is None else raw[part.first * part.k :][: part.n]
+    if part.layout == "qk":
+        q, k = (formats.bf16_to_float32(checkpoint.raw(name)) for name in part.tensors)
+        return _bytes(q * k)
+    if part.layout == "bf16":
+        return _bytes(pack.pack_bf16(_shared(np.concatenate([checkpoint.raw(name) for name in part.tensors]), part)))
+    if part.layout == "fp8":
+        return _bytes(np.concatenate([pack.pack_fp8(*_fp8(name, part, checkpoint)) for name in part.tensors]))
+    experts = range(part.first, part.first + part.experts)
+    one = _w13 if part.layout == "w13" else _w2
+    return np.concatenate([_bytes(one(f"{part.tensors[0]}.{expert}", checkpoint, chip)) for expert in experts])
+
+
+def _w13(expert: str, checkpoint: Checkpoint, chip: str) -> np.ndarray:
+    w1, w3 = (pack.pack_fp4(*_pair(f"{expert}.{name}", checkpoint), chip, GATE_UP_CHUNK) for name in ("w1", "w3"))
+    return pack.interleave(w1, w3, PAIR_TILES)
+
+
+def _w2(expert: str, checkpoint: Checkpoint, chip: str) -> np.ndarray:
+    return pack.pack_fp4(*_pair(f"{expert}.w2", checkpoint), chip)
+
+
+def _pair(name: str, checkpoint: Checkpoint) -> tuple[np.ndarray, np.ndarray]:
+    return checkpoint.raw(f"{name}.weight"), checkpoint.raw(f"{name}.scale")
+
+
+def _fp8(name: str, part: Part, checkpoint: Checkpoint) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales of this rank's rows or columns of one of the stacked matrices."""
+    codes, scales = _pair(name, checkpoint)
+    if part.split is None:
+        return codes, scales
+    if part.split == "columns":
+        columns = slice(part.first, part.first + part.k)
+        return codes[:, columns], scales[:, part.first // 32 : (part.first + part.k) // 32]
+    count = len(part.tensors)  # each matrix is cut alike: gate and up
+    first, size = part.first // count, part.n // count
+    return codes[first : first + size], scales[first // 32 : (first + size) // 32]
+
+
+def _shared(bits: np.ndarray, part: Part) -> np.ndarray:
+    return bits if part.split is None else bits[part.first : part.first + part.n]
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
