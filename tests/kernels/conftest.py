@@ -96,7 +96,7 @@ class Gpu:
             check(driver.cuMemcpyHtoD(int(buffer.handle), array.ctypes.data, array.nbytes))
         places = [(a.ctypes.data, a.nbytes, int(b.handle)) for a, b in zip(arrays, buffers, strict=True)]
         values = [there(places, a.ctypes.data if isinstance(a, np.ndarray) else int(a)) for a in arguments]
-        launcher.launch(self.stream, *values, grid=grid)
+        launcher.launch(self.stream, *values, grid=grid or kernel.grid)  # kernels that differ in grid alone share code
         self.stream.sync()
         for array, buffer in zip(arrays, buffers, strict=True):
             check(driver.cuMemcpyDtoH(array.ctypes.data, int(buffer.handle), array.nbytes))
