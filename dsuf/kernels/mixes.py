@@ -10,16 +10,18 @@ it waits for the kernel that makes o, so they cost nothing where that kernel run
 That is allowed because every kernel lets the next one start only after its own wait: when a kernel begins, all but its
 direct predecessor are done.
 
-X bf16 [rows, 4, D] in place; parts bf16 [rows * slots, D], last bf16 [rows, D]; sums float32 [rows, 26] (24, sum of
-X'^2, unused); x bf16 [rows, D], codes e4m3 [rows, D], scales ue8m0 [rows, scale_stride(D)]; fn float32 [24, 4 D].
-`first`: X is a fresh embedding, nothing is unfolded and pre = (1, 0, 0, 0). Without `unfolds` the streams are taken as
-they are and folded with the coefficients of sums_in: after Engram changed them. tapped: the mean of the streams, bf16
-[rows, D] (address 0: not wanted).
+X bf16 [rows, 4, D], X' into another buffer (several clusters of a row read X); parts bf16 [rows * slots, D], last
+bf16 [rows, D]; sums float32 [rows, 26] (24, sum of X'^2, unused); x bf16 [rows, D], codes e4m3 [rows, D], scales ue8m0
+[rows, scale_stride(D)]; fn float32 [24, 4 D]. slots FIRST: X is a fresh embedding and pre = (1, 0, 0, 0); FOLDED: the
+streams are taken as they are and folded with the coefficients of sums_in, after Engram changed them; both write no X'.
+tapped: the mean of the streams, bf16 [rows, D]; folded: u, bf16 [rows, D] (address 0: not wanted).
 
-Reference: dsuf.ops.mixes (unfold, fold, mixes), ops.norm.rms_norm, ops.qdq.q8. Bytes: fn once from L2 for each cluster;
-streams and parts (8 + 4 + 2 slots) D a row.
+Reference: dsuf.ops.mixes (unfold, fold, mixes), ops.norm.rms_norm, ops.qdq.q8. Bytes: fn once from L2 for each row;
+streams and parts (8 + 8 + 2 slots) D a row.
 
-A cluster of blocks shares a row, each block D / blocks columns, a thread two columns of all four streams.
+A cluster of blocks shares a row, each block D / blocks columns, a thread two columns of all four streams. The 24 rows
+of fn are what takes time, 250 KB a block if one cluster reads them all: `splits` clusters of a row each repeat the fold
+and read their share of fn, before the wait, into registers; the first alone writes what does not depend on fn.
 
     hand-off                who writes          who waits               reused
     coefficients            warp 0              the block               never
@@ -31,7 +33,7 @@ from __future__ import annotations
 from typing import Any
 
 from dsuf.kernels.catalogue import Entry, Width
-from dsuf.kernels.lang import Kernel, inline, int32, int64, kernel, regs, s64, uint32, unroll
+from dsuf.kernels.lang import Kernel, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
 from dsuf.kernels.ptx.convert import (
     as_float,
     bf16_high,
@@ -48,10 +50,10 @@ from dsuf.kernels.ptx.convert import (
 from dsuf.kernels.ptx.memory import (
     ldg_f32,
     ldg_u32,
+    ldg_u32x2,
     lds_f32,
     ldw_f32,
     ldw_u32,
-    ldw_u32x2,
     shared_base,
     stg_f32,
     stg_u8,
@@ -77,6 +79,7 @@ from dsuf.kernels.stream import scale_stride
 from dsuf.ops.mixes import mixes
 
 STREAMS, ROWS_OF_FN, SUMS = 4, 24, 26
+FOLDED, FIRST = -1, -2  # `slots` where nothing is unfolded
 LOG2_E = 1.4426950408889634
 WARP, GROUP_PAIRS = (1, 2, 4, 8, 16), (1, 2, 4, 8)  # lanes of a warp; lanes of one quantisation group
 
@@ -128,40 +131,58 @@ def coefficients(to: Any, sums: Any, scale: Any, base: Any, width: Any, rounds: 
         sts_f32(uint32(to + 32 + 4 * j), c[j])
 
 
+def clusters(d: int) -> tuple[int, int]:
+    """(blocks of a cluster, clusters of a row). 8 is the portable most; 4 splits leave 61 KB of fn a block."""
+    return min(8, d // 32), 4 if d >= 1024 else 2
+
+
+def blocks(d: int) -> int:
+    """Blocks of a row; the grid is that times the rows."""
+    cluster, splits = clusters(d)
+    return cluster * splits
+
+
 def make(
-    *, d: int, slots: int, rows: int, cluster: int, rounds: int, hc_eps: float, eps: float, first: bool,
-    unfolds: bool = True,
-) -> Kernel:  # fmt: skip
-    """slots: routed experts of a row whose outputs are added (0: only `last`); d a multiple of 32 * cluster."""
+    *, d: int, rows: int, cluster: int, splits: int, most_slots: int, rounds: int, hc_eps: float, eps: float
+) -> Kernel:
+    """d a multiple of 32 * cluster, splits a divisor of 24, most_slots routed experts of a row at most."""
     COLUMNS, SCALES = d // cluster, scale_stride(d)
     PAIRS = COLUMNS // 2
     WARPS = -(-PAIRS // 32)
     THREADS = WARPS * 32
-    AT_WARP, AT_BLOCK, AT_TOTAL = 96, 96 + 4 * SUMS * WARPS, 96 + 4 * SUMS * (WARPS + 1)
-    FLAT = STREAMS * d
-    kinds = (("_first", first), ("_folds", not unfolds))
-    name = f"seam_{d}_s{slots}" + "".join(text for text, holds in kinds if holds)
+    MINE, FLAT = ROWS_OF_FN // splits, STREAMS * d
+    TOTALS = MINE + 2  # rows of fn, sum of X'^2, sum of u^2
+    AT_WARP, AT_BLOCK, AT_TOTAL = 96, 96 + 4 * TOTALS * WARPS, 96 + 4 * TOTALS * (WARPS + 1)
 
     @kernel(
-        threads=THREADS, grid=(cluster * rows,), shared=AT_TOTAL + 4 * SUMS, cluster=cluster, name=name
+        threads=THREADS, grid=(cluster * splits * rows,), shared=AT_TOTAL + 4 * TOTALS, cluster=cluster,
+        name=f"seam_{d}",
     )  # fmt: skip
     def seam(
-        parts: s64, last: s64, streams: s64, sums_in: s64, scale: s64, base: s64, fn: s64, g: s64, x: s64, codes: s64,
-        scales: s64, sums_out: s64, tapped: s64,
+        parts: s64, slots: s32, last: s64, streams: s64, streams_out: s64, sums_in: s64, scale: s64, base: s64, fn: s64,
+        g: s64, x: s64, codes: s64, scales: s64, sums_out: s64, tapped: s64, folded: s64,
     ) -> None:  # fmt: skip
         tid = int32(thread_index())
         lane = int32(tid & 31)
         warp = int32(tid >> 5)
         rank = int32(cluster_rank())
-        row = int64(block_index() // cluster)
+        row = int64(block_index() // (cluster * splits))
+        split = int32(block_index() // cluster % splits)
         sm = shared_base()
-        if not first:
-            if tid == 0:
+        column = int64(rank * COLUMNS + 2 * tid)
+        mine = fn + (int64(split * MINE) * FLAT + (column if tid < PAIRS else int64(0))) * 4  # others hold zeros
+        f = regs(8 * MINE)
+        for i in unroll(4 * MINE):
+            f[2 * i : 2 * i + 2] = ldg_u32x2(mine + (i // 4 * FLAT + i % 4 * d) * 4)  # a pure load would sink
+        if tid == 0:
+            if slots == FIRST:
+                for j in unroll(4):
+                    sts_f32(uint32(sm + 4 * j), 1.0 if j == 0 else 0.0)
+            else:
                 coefficients(sm, sums_in + row * (4 * SUMS), scale, base, FLAT, rounds, hc_eps, eps)
-            sync_threads()
+        sync_threads()
         wait_for_previous_kernel()
         let_next_kernel_start()
-        column = int64(rank * COLUMNS + 2 * tid)
         at = streams + (row * FLAT + column) * 2
         low = regs(4, 0.0)
         high = regs(4, 0.0)
@@ -172,89 +193,92 @@ def make(
                 pair = ldg_u32(at + j * (2 * d))
                 low[j] = bf16_low(pair)
                 high[j] = bf16_high(pair)
-            if first:
-                u0 = low[0]
-                u1 = high[0]
-            else:
-                if unfolds:
+            if slots >= 0:
+                pair = ldg_u32(last + (row * d + column) * 2)
+                if slots > 0:
+                    # all loads are asked for at once: a slot too many reads the last one again
+                    held = regs(most_slots)
+                    for j in unroll(most_slots):
+                        held[j] = ldg_u32(parts + ((row * slots + min(j, slots - 1)) * d + column) * 2)
                     o0 = 0.0
                     o1 = 0.0
-                    for j in unroll(slots):
-                        pair = ldg_u32(parts + ((row * slots + j) * d + column) * 2)
-                        o0 = o0 + bf16_low(pair)
-                        o1 = o1 + bf16_high(pair)
-                    pair = ldg_u32(last + (row * d + column) * 2)
-                    if slots > 0:
-                        pair = bf16x2(o1 + bf16_high(pair), o0 + bf16_low(pair))
-                    o0 = bf16_low(pair)
-                    o1 = bf16_high(pair)
-                    old = regs(8)
-                    for j in unroll(4):
-                        old[j] = low[j]
-                        old[4 + j] = high[j]
-                    for k in unroll(4):
-                        post = lds_f32(uint32(sm + 16 + 4 * k))
-                        n0 = post * o0
-                        n1 = post * o1
-                        for j in unroll(4):
-                            mix = lds_f32(uint32(sm + 32 + 16 * j + 4 * k))
-                            n0 = fma(mix, old[j], n0)
-                            n1 = fma(mix, old[4 + j], n1)
-                        pair = bf16x2(n1, n0)
-                        stg_u32(at + k * (2 * d), pair)
-                        low[k] = bf16_low(pair)
-                        high[k] = bf16_high(pair)
-                for k in unroll(4):
-                    pre = lds_f32(uint32(sm + 4 * k))
-                    u0 = fma(pre, low[k], u0)
-                    u1 = fma(pre, high[k], u1)
-                pair = bf16x2(u1, u0)
-                u0 = bf16_low(pair)
-                u1 = bf16_high(pair)
-            if tapped != 0:
-                mean0 = ((low[0] + low[1]) + low[2] + low[3]) * 0.25
-                mean1 = ((high[0] + high[1]) + high[2] + high[3]) * 0.25
-                stg_u32(tapped + (row * d + column) * 2, bf16x2(mean1, mean0))
-        # 24 products with fn, the squares of the streams, those of u: over the warp, then the block, then the cluster
-        held = int64(column if tid < PAIRS else 0)  # threads without a column hold zeros, and read somebody's weights
-        totals = regs(SUMS)
-        for i in unroll(SUMS):
-            s = 0.0
-            if i < ROWS_OF_FN:
+                    for j in unroll(most_slots):
+                        o0 = o0 + (bf16_low(held[j]) if j < slots else 0.0)
+                        o1 = o1 + (bf16_high(held[j]) if j < slots else 0.0)
+                    pair = bf16x2(o1 + bf16_high(pair), o0 + bf16_low(pair))
+                o0 = bf16_low(pair)
+                o1 = bf16_high(pair)
+                old = regs(8)
                 for j in unroll(4):
-                    f = ldw_u32x2(fn + (i * FLAT + j * d + held) * 4)
-                    s = fma(as_float(f[0]), low[j], s)
-                    s = fma(as_float(f[1]), high[j], s)
-            if i == ROWS_OF_FN:
+                    old[j] = low[j]
+                    old[4 + j] = high[j]
+                for k in unroll(4):
+                    post = lds_f32(uint32(sm + 16 + 4 * k))
+                    n0 = post * o0
+                    n1 = post * o1
+                    for j in unroll(4):
+                        mix = lds_f32(uint32(sm + 32 + 16 * j + 4 * k))
+                        n0 = fma(mix, old[j], n0)
+                        n1 = fma(mix, old[4 + j], n1)
+                    pair = bf16x2(n1, n0)
+                    if split == 0:
+                        stg_u32(streams_out + (row * FLAT + column + k * d) * 2, pair)
+                    low[k] = bf16_low(pair)
+                    high[k] = bf16_high(pair)
+            for k in unroll(4):
+                pre = lds_f32(uint32(sm + 4 * k))
+                u0 = fma(pre, low[k], u0)
+                u1 = fma(pre, high[k], u1)
+            pair = bf16x2(u1, u0)
+            u0 = bf16_low(pair)
+            u1 = bf16_high(pair)
+            if split == 0:
+                if folded != 0:
+                    stg_u32(folded + (row * d + column) * 2, pair)
+                if tapped != 0:
+                    mean0 = ((low[0] + low[1]) + low[2] + low[3]) * 0.25
+                    mean1 = ((high[0] + high[1]) + high[2] + high[3]) * 0.25
+                    stg_u32(tapped + (row * d + column) * 2, bf16x2(mean1, mean0))
+        # products with fn, the squares of the streams, those of u: over the warp, then the block, then the cluster
+        totals = regs(TOTALS)
+        for i in unroll(TOTALS):
+            s = 0.0
+            if i < MINE:
+                for j in unroll(4):
+                    s = fma(as_float(f[8 * i + 2 * j]), low[j], s)
+                    s = fma(as_float(f[8 * i + 2 * j + 1]), high[j], s)
+            if i == MINE:
                 for j in unroll(4):
                     s = fma(low[j], low[j], s)
                     s = fma(high[j], high[j], s)
-            if i == ROWS_OF_FN + 1:
+            if i == MINE + 1:
                 s = fma(u1, u1, u0 * u0)
             totals[i] = sum_over(s, WARP)
         if lane == 0:
-            for i in unroll(SUMS):
-                sts_f32(uint32(sm + AT_WARP + (warp * SUMS + i) * 4), totals[i])
+            for i in unroll(TOTALS):
+                sts_f32(uint32(sm + AT_WARP + (warp * TOTALS + i) * 4), totals[i])
         sync_threads()
-        if tid < SUMS:
+        if tid < TOTALS:
             s = lds_f32(uint32(sm + AT_WARP + tid * 4))
             for w in unroll(1, WARPS):
-                s = s + lds_f32(uint32(sm + AT_WARP + (w * SUMS + tid) * 4))
+                s = s + lds_f32(uint32(sm + AT_WARP + (w * TOTALS + tid) * 4))
             sts_f32(uint32(sm + AT_BLOCK + tid * 4), s)
         sync_threads()
         cluster_arrive()
         cluster_wait()
-        if tid < SUMS:
-            mine = uint32(sm + AT_BLOCK + tid * 4)
-            s = ld_cluster_f32(cluster_address(mine, uint32(0)))
+        if tid < TOTALS:
+            own = uint32(sm + AT_BLOCK + tid * 4)
+            s = ld_cluster_f32(cluster_address(own, uint32(0)))
             for b in unroll(1, cluster):
-                s = s + ld_cluster_f32(cluster_address(mine, uint32(b)))
+                s = s + ld_cluster_f32(cluster_address(own, uint32(b)))
             sts_f32(uint32(sm + AT_TOTAL + tid * 4), s)
-            if rank == 0:
-                stg_f32(sums_out + (row * SUMS + tid) * 4, s)
+            if rank == 0 and tid < MINE:
+                stg_f32(sums_out + (row * SUMS + split * MINE + tid) * 4, s)
+            if rank == 0 and split == 0 and tid >= MINE:
+                stg_f32(sums_out + (row * SUMS + ROWS_OF_FN - MINE + tid) * 4, s)
         sync_threads()
         cluster_arrive()
-        inverse = rsqrt_approx(lds_f32(uint32(sm + AT_TOTAL + 4 * (SUMS - 1))) * (1.0 / d) + eps)
+        inverse = rsqrt_approx(lds_f32(uint32(sm + AT_TOTAL + 4 * (TOTALS - 1))) * (1.0 / d) + eps)
         if tid < PAIRS:
             w = ldw_u32(g + column * 2)
             u0 = u0 * inverse * bf16_low(w)
@@ -264,10 +288,10 @@ def make(
         u1 = bf16_high(pair)
         amax = max_over(fmax(fabs(u0), fabs(u1)), GROUP_PAIRS)
         e = q8_exponent(amax)
-        f = inverse_scale(e)
-        if tid < PAIRS:
+        up = inverse_scale(e)
+        if tid < PAIRS and split == 0:
             stg_u32(x + (row * d + column) * 2, pair)
-            stg_u16(codes + (row * d + column), e4m3x2(u1 * f, u0 * f))
+            stg_u16(codes + (row * d + column), e4m3x2(u1 * up, u0 * up))
             if lane & 15 == 0:
                 stg_u8(scales + (row * SCALES + (column >> 5)), e)
         sync_warp()  # the cluster barrier wants whole warps
@@ -276,26 +300,18 @@ def make(
     return seam
 
 
-MOST_ROWS = 48  # of the grid; a launch of fewer rows passes its own
+MOST_ROWS, MOST_SLOTS = 48, 8  # of the grid (a launch of fewer rows passes its own); routed experts of a row
 
 
 def entries(width: Width) -> list[Entry]:
-    """The seams of a checkpoint. A cluster of 8 (the portable most) keeps fn, 2 MB, at 250 KB a block."""
+    """One seam, for backbone and drafter and every place of it."""
     spec = width.spec
-    d, routed, drafted = spec.hidden_size, spec.num_experts_per_tok, spec.dspark_num_experts_per_tok
-    found = []
-    for name, slots, first, unfolds in (
-        ("first", 0, True, True),
-        ("after_attention", 0, False, True),
-        ("after_experts", routed, False, True),
-        ("after_draft_experts", drafted, False, True),
-        ("after_engram", 0, False, False),
-    ):
-        shape = {
-            "d": d, "slots": slots, "rows": MOST_ROWS, "cluster": min(8, d // 32), "rounds": spec.hc_sinkhorn_iters,
-            "hc_eps": spec.hc_eps, "eps": spec.rms_norm_eps, "first": first, "unfolds": unfolds,
-        }  # fmt: skip
-        nbytes = 4 * ROWS_OF_FN * STREAMS * d + MOST_ROWS * d * (16 + 2 * (slots + 1) + 3)
-        operations = 2 * MOST_ROWS * d * STREAMS * (ROWS_OF_FN + STREAMS + 2)
-        found.append(Entry(f"seam.{name}/{width.label}", make, shape, width.chips, mixes, nbytes, operations))
-    return found
+    d, slots = spec.hidden_size, min(MOST_SLOTS, max(spec.num_experts_per_tok, 4))
+    cluster, splits = clusters(d)
+    shape = {
+        "d": d, "rows": MOST_ROWS, "cluster": cluster, "splits": splits, "most_slots": slots,
+        "rounds": spec.hc_sinkhorn_iters, "hc_eps": spec.hc_eps, "eps": spec.rms_norm_eps,
+    }  # fmt: skip
+    nbytes = 4 * ROWS_OF_FN * STREAMS * d + MOST_ROWS * d * (16 + 2 * (slots + 1) + 3)
+    operations = 2 * MOST_ROWS * d * STREAMS * (ROWS_OF_FN + STREAMS + 2)
+    return [Entry(f"seam/{width.label}", make, shape, width.chips, mixes, nbytes, operations)]
