@@ -100,10 +100,12 @@ class Engine:
         sequence = self._sequences.get(id)
         if sequence is None:
             return
-        useful = sequence.phase is Phase.DECODE
+        stats, useful = sequence.stats(self._clock()), sequence.phase is Phase.DECODE
         if useful and keep is not None and keep < len(sequence.emitted):
-            useful = keep > 0 and len(sequence.emitted) - keep <= MOST_REWOUND and self._rewind(sequence, keep)
-        self._finish(sequence, "cancelled", save=useful)
+            useful = keep > 0 and self._rewind(sequence, keep)
+        if useful:
+            self._save_reply(sequence, keep)
+        self._end(sequence, Finished(id, "cancelled", stats))
 
     def step(self) -> list[Event]:
         """One turn of the wheel; [] when idle. What a backend raises goes through: `abort` then ends what runs."""
@@ -253,20 +255,30 @@ class Engine:
         self._rows = rows
 
     def _rewind(self, sequence: Sequence, keep: int) -> bool:
-        """Go back to the first `keep` tokens; False where a restored sequence does not reach back so far."""
+        """Go back to the token after the first `keep`, so that all of those are in the cache; False where it cannot."""
+        position = sequence.prompt_len + keep
+        if sequence.last_position - position > MOST_REWOUND:
+            return False
         try:
-            self.backend.rewind(sequence, sequence.prompt_len + keep - 1)
-        except UsageError:
+            self.backend.rewind(sequence, position)
+        except UsageError:  # a restored sequence does not reach back so far
             return False
         return True
 
-    def _finish(self, sequence: Sequence, reason: FinishReason, message: str = "", *, save: bool = True) -> None:
-        if self._saver is not None and save and sequence.phase is Phase.DECODE and reason != "error":
-            self._saver.save_reply(sequence)
+    def _finish(self, sequence: Sequence, reason: FinishReason, message: str = "") -> None:
+        if sequence.phase is Phase.DECODE and reason != "error":
+            self._save_reply(sequence)
+        self._end(sequence, Finished(sequence.id, reason, sequence.stats(self._clock()), message))
+
+    def _save_reply(self, sequence: Sequence, keep: int | None = None) -> None:
+        if self._saver is not None:
+            self._saver.save_reply(sequence, keep)
+
+    def _end(self, sequence: Sequence, finished: Finished) -> None:
         self.backend.release(sequence)
         self._parking.drop(sequence)
         self._forget(sequence)
-        self._events.append(Finished(sequence.id, reason, sequence.stats(self._clock()), message))
+        self._events.append(finished)
 
     def _forget(self, sequence: Sequence) -> None:
         self._scheduler.remove(sequence)

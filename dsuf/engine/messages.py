@@ -49,7 +49,7 @@ class Cancel(msgspec.Struct, frozen=True, omit_defaults=True, tag="cancel"):
     """End a request wherever it is; an id that has finished already is not an error."""
 
     id: str
-    keep: int | None = None  # emitted tokens that are of use (a stop string came late); None: all
+    keep: int | None = None  # emitted tokens whose whole text is of use (a stop string came late); None: all
 
 
 class StatusRequest(msgspec.Struct, frozen=True, tag="status"):

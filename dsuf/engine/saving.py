@@ -71,9 +71,12 @@ class Saver:
         if position - point <= MOST_REWOUND:
             self._save(sequence, point, periodic=True)
 
-    def save_reply(self, sequence: Sequence) -> None:
-        """The reply has ended: save the last resume point of what was processed."""
-        self._save(sequence, sequence.last_position, periodic=False)
+    def save_reply(self, sequence: Sequence, keep: int | None = None) -> None:
+        """The reply has ended: save the last resume point of what was processed (`keep`: of so many of its tokens)."""
+        most = sequence.last_position
+        if keep is not None:
+            most = min(most, sequence.prompt_len + keep)
+        self._save(sequence, most, periodic=False, known=keep)
 
     def end(self, sequence: Sequence) -> None:
         """The sequence is no more: the tier may forget it once nothing is copied for it."""
@@ -89,13 +92,15 @@ class Saver:
         while self._after and self._after[0][0] <= done:
             self._after.popleft()[1]()
 
-    def _save(self, sequence: Sequence, most: int, *, periodic: bool) -> None:
+    def _save(self, sequence: Sequence, most: int, *, periodic: bool, known: int | None = None) -> None:
+        """Save the last resume point up to `most`, with the ids up to the reply's first `known` tokens (None: all)."""
         step = self._backend.limits.resume_step
         position, key = most // step * step, sequence.id
         if position <= self._saved.get(key, 0):  # nothing new, or no room was found for it a moment ago
             return
         self._saved[key] = position
-        reserved = self.tier.reserve(key, sequence.ids, position, periodic=periodic)
+        ids = sequence.ids if known is None else sequence.ids[: sequence.prompt_len + known]
+        reserved = self.tier.reserve(key, ids, position, periodic=periodic)
         if reserved is None:
             return
         copy = self._backend.snapshot(sequence, position, reserved.pages, reserved.state)

@@ -132,13 +132,19 @@ class Store:
 
     def extend_ids(self, entry: Entry, boundary: int, last: np.ndarray) -> bool:
         """Learn ids beyond `tokens`: `last` are the ids that end at `boundary`. False where they contradict."""
-        have = self.known_ids(entry)
-        if boundary <= have or boundary - entry.tokens > EXTRA_IDS or boundary - len(last) > have:
-            return boundary <= have
-        overlap = have - (boundary - len(last))
-        if overlap and not np.array_equal(entry.tail[len(entry.tail) - overlap :], last[:overlap]):
+        have, begin = self.known_ids(entry), boundary - len(last)
+        if boundary - entry.tokens > EXTRA_IDS or begin > have:
             return False
-        entry.tail = np.concatenate([entry.tail, last[overlap:]])
+        before = self.arena.ids[entry.pages[entry.full_pages - 1]] if entry.full_pages else entry.tail[:0]
+        known = np.concatenate([before, entry.tail])  # those that end at `have`
+        start = max(begin, have - len(known))
+        overlap = min(have, boundary) - start
+        if overlap > 0 and not np.array_equal(
+            known[start - have + len(known) :][:overlap], last[start - begin :][:overlap]
+        ):
+            return False
+        if boundary > have:
+            entry.tail = np.concatenate([entry.tail, last[have - begin :]])
         return True
 
     def drop(self, entry: Entry) -> None:

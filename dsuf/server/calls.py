@@ -13,12 +13,13 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from dsuf.server.exchange import CLIENT_CLOSED, Exchange
 from dsuf.server.link import Interrupted
 from dsuf.server.options import ServerOptions
 from dsuf.server.problems import HttpProblem
 from dsuf.server.record import Record
 from dsuf.server.service import Service
-from dsuf.server.stream import CLIENT_CLOSED, EventStream, Exchange, WholeAnswer
+from dsuf.server.stream import EventStream, WholeAnswer
 from dsuf.text.completion import completion
 from dsuf.text.prompt import Prompt
 from dsuf.text.protocols import COMPLETIONS, MESSAGES, Protocol

@@ -68,6 +68,7 @@ class Call:
         self._waiter: asyncio.Future[None] | None = None  # not done: the reader waits and nothing is pending
         self._timer: asyncio.TimerHandle | None = None
         self._heard = 0.0
+        self._cancelled = False
 
     def put(self, event: CallEvent) -> None:
         """Take an event from the pipe."""
@@ -106,11 +107,16 @@ class Call:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+    def cancel(self, keep: int | None = None) -> None:
+        """Tell the engine, once, to end what has not ended; `keep`: only so many emitted tokens are of use."""
+        self.direct = None
+        if self.finished is None and not self._cancelled:
+            self._cancelled = True
+            self._link.cancel(self, keep)
+
     async def settle(self, timeout_s: float) -> Finished | None:
         """Make sure that the engine is done with this request: cancel it if needed, wait for its last event."""
-        self.direct = None
-        if self.finished is None:
-            self._link.cancel(self)
+        self.cancel()
         deadline = self._loop.time() + timeout_s
         while self.finished is None and self.id in self._link.calls and self._loop.time() < deadline:
             self._events.clear()
@@ -191,10 +197,10 @@ class EngineLink:
             raise EngineGone(f"the engine process cannot be reached: {error}. Send the request again.") from None
         return call
 
-    def cancel(self, call: Call) -> None:
+    def cancel(self, call: Call, keep: int | None) -> None:
         """Tell the engine to end a request; it answers with Finished."""
         if call.id in self.calls:
-            self._tell(Cancel(call.id))
+            self._tell(Cancel(call.id, keep))
 
     def ask_status(self) -> None:
         """Ask for a fresh `status`."""

@@ -47,7 +47,7 @@ class Prefixes:
         return replace(prompt, lease=m.FOUND if tokens else m.NONE, tenant=tenant, look_up=look_up)
 
     async def ended(self, prompt: Prompt, reply_id: str, emitted: Sequence[int], whole: bool) -> None:
-        """An answer is complete; `whole`: it ended with its own last token, not by a limit."""
+        """An answer has ended; `whole`: with its own last token, not by a limit, a stop string or a cancel."""
         if prompt.text_hash is None or not emitted:
             return
         ids = list(emitted) if whole else [*emitted, prompt.eos_id]  # the next turn has the mark behind it either way

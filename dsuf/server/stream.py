@@ -1,4 +1,4 @@
-"""One call at the engine, and its answer as server-sent events or as one body.
+"""The way of one answer to its client, as server-sent events or as one body.
 
 Headers of a stream leave at once; a comment breaks every long silence, because proxies and clients give up on a silent
 connection. An answer in one piece gets its headers, and an empty line for every long silence, only after the first one:
@@ -14,25 +14,18 @@ import time
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from dsuf.engine.messages import Admitted, Finished, Rejected, Tokens, as_error
-from dsuf.errors import DsufError, EngineGone
-from dsuf.server.admission import Slot
+from dsuf.engine.messages import Tokens
+from dsuf.errors import DsufError
 from dsuf.server.connection import Connection
-from dsuf.server.link import Call, CallEvent, Interrupted
-from dsuf.server.problems import HttpProblem, as_problem, busy, envelope, error_frame
-from dsuf.server.record import Record
-from dsuf.server.service import Service
-from dsuf.text.completion_reply import AnyReply, CompletionReply
+from dsuf.server.exchange import Exchange, told
+from dsuf.server.link import Interrupted
+from dsuf.server.problems import HttpProblem, as_problem, envelope, error_frame
 from dsuf.text.events import Event
-from dsuf.text.output import Reply
-from dsuf.text.prompt import Prompt
-from dsuf.text.protocols import COMPLETIONS, MESSAGES, Protocol
+from dsuf.text.protocols import MESSAGES
 
-CLIENT_CLOSED = 499  # never sent; what the log says of a client that went away
 _COMMENT = b": keep-alive\n\n"
 _EMPTY_LINE = b"\n"  # white space before a JSON body
 _HEARD_S = 0.05  # before a line is dropped: browsers throw away what they have not read by then
-_SETTLE_S = 2.0  # the engine has this long to say what a cancelled request cost
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -40,103 +33,6 @@ _STREAM_HEADERS = [
 ]
 _LAST_WORDS_S = 0.5  # for an error event to a client that is behind
 _JSON_HEADERS = [(b"content-type", b"application/json")]
-_TOLD = {  # why a call was ended from outside, to its client; nobody is left to hear of a disconnect
-    "shutdown": "the server is shutting down; the answer is not complete.",
-    "queue": "the request waited too long for its turn. Send it again later.",
-    "stall": "the client did not read; the answer is not complete.",
-}
-
-
-class Exchange:
-    """One API call from its arrival to its `request_end` line: `enter`, `start`, then `answer`, and always `close`."""
-
-    def __init__(self, service: Service, record: Record, reply_id: str) -> None:
-        self.service, self._record, self.reply_id = service, record, reply_id
-        self.call: Call | None = None
-        self._slot: Slot | None = None
-        self._reply: AnyReply | None = None
-        self._deadline: asyncio.TimerHandle | None = None  # of the wait for prefill
-        self.protocol: Protocol | None = None  # once the prompt is there
-        self.stream = self._include_steps = False
-        self._prompt: Prompt | None = None
-        self._emitted: list[int] = []
-
-    def enter(self) -> None:
-        """Take a place. Raises HttpProblem 429 or 503 when there is none."""
-        self._slot = self.service.enter()
-        self.service.exchanges.add(self)
-
-    def start(self, prompt: Prompt) -> None:
-        """Hand the prompt to the engine. Raises EngineGone, or HttpProblem 429 when too many tokens wait ahead."""
-        self._record.prompt(prompt)
-        self._slot.queue(len(prompt.ids))
-        self._prompt, self.protocol = prompt, prompt.protocol
-        self.stream, self._include_steps = prompt.stream, prompt.include_steps
-        kind = CompletionReply if prompt.protocol is COMPLETIONS else Reply
-        self._reply = kind(self.service.text, prompt, self.reply_id)
-        self.call = self.service.link.submit(prompt.request(self.reply_id), self._record.tokens)
-        wait_s = self.service.options.queue_timeout_s
-        self._deadline = asyncio.get_running_loop().call_later(wait_s, self.interrupt, "queue")
-
-    @property
-    def finished(self) -> bool:
-        """The answer is complete."""
-        return self._reply.finished
-
-    def take(self, event: CallEvent) -> list[Event]:
-        """The protocol's events for one of the engine's. Raises a DsufError when the engine failed."""
-        if type(event) is Tokens:
-            self._emitted += event.ids
-            events = self._reply.tokens(event)
-            return self._with_steps(events) if self._include_steps else events
-        if isinstance(event, Admitted):
-            self._deadline.cancel()
-            self._slot.started()
-            self._record.admitted(event)
-            return self._reply.ready(event)
-        if isinstance(event, Finished) and event.reason in ("stop", "length"):
-            return self._with_steps(self._reply.finish(event.reason))
-        raise _failure(event)
-
-    def _with_steps(self, events: list[Event]) -> list[Event]:
-        """Where the client asks for it, events with the counts so far: what has arrived has been read by now."""
-        if not self._include_steps:
-            return events
-        return [one.with_steps(self.call.steps - 1, self._reply.completion_tokens) for one in events]
-
-    async def keep(self, event: CallEvent) -> None:
-        """If the answer ends with this event, let the next turn find it before the client can send that."""
-        prefixes = self.service.prefixes
-        if prefixes is not None and isinstance(event, Finished) and event.reason in ("stop", "length"):
-            await prefixes.ended(self._prompt, self.reply_id, self._emitted, event.reason == "stop")
-
-    def body(self) -> bytes:
-        """The whole answer, after the last event, where it is not streamed."""
-        return self._reply.body().encode()
-
-    def interrupt(self, reason: str) -> None:
-        """End the call from outside."""
-        if self.call is not None:
-            self.call.interrupt(reason)
-
-    def sent(self, seconds: float) -> None:
-        """A write to the client took this long."""
-        self._record.sent(seconds)
-
-    async def close(self, error: BaseException | None = None) -> None:
-        """Free what the call holds, here and in the engine, and write its line."""
-        outcome, status = _outcome(error, self.service.draining)
-        if self._deadline is not None:
-            self._deadline.cancel()
-        if self._reply is not None:
-            self._reply.close()
-        finished = await self.call.settle(_SETTLE_S) if self.call is not None else None
-        if self.service.prefixes is not None:
-            await self.service.prefixes.forget(self.reply_id)
-        if self._slot is not None:
-            self._slot.leave(finished.stats if finished else None)
-        self.service.exchanges.discard(self)
-        self._record.end(outcome, status, finished, self._reply)
 
 
 class _Answer(Response):
@@ -166,6 +62,8 @@ class _Answer(Response):
                     await self._pass_on(exchange.take(event))
                 else:
                     await self._break_silence()
+            if exchange.stopped:
+                await exchange.keep_stopped()
             await self._end()
         except BaseException as error:
             failure = error
@@ -182,11 +80,11 @@ class _Answer(Response):
         if reason == "disconnect":
             return
         if not self._started:
-            raise _told(error) from None
+            raise told(error) from None
         if reason == "stall":
             self._connection.cut_off()
             return
-        await self._last_words(as_problem(_told(error)))
+        await self._last_words(as_problem(told(error)))
         if not isinstance(error, DsufError | Interrupted):
             raise error
 
@@ -296,29 +194,3 @@ async def _watch(receive: Receive, exchange: Exchange) -> None:
 
 def _frames(events: list[Event]) -> bytes:
     return events[0].frame().encode() if len(events) == 1 else "".join([event.frame() for event in events]).encode()
-
-
-def _failure(event: Finished | Rejected) -> DsufError:
-    if isinstance(event, Rejected):
-        return as_error(event.kind, event.message)
-    return EngineGone(event.message or "the engine ended this request. Send it again.")
-
-
-def _told(error: Exception) -> Exception:
-    """What the client hears: what ended the call from outside is a 503, a parser's fault an internal error."""
-    return busy(_TOLD[error.reason]) if isinstance(error, Interrupted) else error
-
-
-def _outcome(error: BaseException | None, draining: bool) -> tuple[str, int]:
-    """(status, http_status) of the `request_end` line."""
-    if error is None:
-        return "ok", 200
-    gone = isinstance(error, Interrupted) and error.reason in ("disconnect", "stall")
-    if gone or (isinstance(error, asyncio.CancelledError) and not draining):
-        return "cancelled", CLIENT_CLOSED
-    if isinstance(error, HttpProblem):
-        return "rejected", error.status
-    if isinstance(error, asyncio.CancelledError):
-        return "error", 503
-    status = as_problem(_told(error)).status if isinstance(error, Exception) else 500
-    return ("error" if status >= 500 else "rejected"), status

@@ -36,6 +36,11 @@ class CompletionReply:
         }
 
     @property
+    def stops(self) -> tuple[str, ...]:
+        """Strings that end the answer."""
+        return self._prompt.stops
+
+    @property
     def finished(self) -> bool:
         """True after the end, and as soon as a stop string matched: the engine must then be told to stop."""
         return self.finish_reason is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from dsuf.engine.messages import TokenLogprobs
@@ -57,6 +58,22 @@ class StopText:
             if any(stop.startswith(self._held[-length:]) for stop in self._stops):
                 return length
         return 0
+
+
+def used_before_stop(tokens: Sequence[bytes], stops: Sequence[str]) -> tuple[int, bytes]:
+    """How many of `tokens` are used whole when the last one completes a stop string, and the used part of the next."""
+    text, last = b"".join(tokens), len(tokens[-1])
+    ends: list[tuple[int, int]] = []
+    for stop in (stop.encode() for stop in stops):
+        at = text.find(stop, max(0, len(text) - last - len(stop) + 1))
+        if at >= 0:
+            ends.append((at + len(stop), at))
+    left = min(ends)[1] if ends else len(text)  # as in StopText: the one that is complete first
+    for count, token in enumerate(tokens):
+        if len(token) > left:
+            return count, token[:left]
+        left -= len(token)
+    return len(tokens), b""
 
 
 def finite(entry: TokenLogprobs) -> tuple[float, list[tuple[int, float]]]:

@@ -50,6 +50,11 @@ class Reply:
         self._ended = False
 
     @property
+    def stops(self) -> list[str]:
+        """Strings that end the answer."""
+        return self._prompt.converted.parsing_options.stop_sequences
+
+    @property
     def finished(self) -> bool:
         """True after the end, and as soon as a stop string matched: the engine must then be told to stop."""
         return self._ended

@@ -110,15 +110,18 @@ class PromptEncoder:
     def encode(self, rendering: Rendering, prefix: Sequence[int] = (), pieces: int = 0) -> list[int]:
         """Ids of the prompt: `prefix` for its first pieces, the encoding of the others."""
         rest = rendering.pieces[pieces:]
-        texts = [text for text, token in rest if token is None]
-        encoded = iter(self._plain.encode_batch_fast(texts, add_special_tokens=False))
+        encoded = iter(self.plain([text for text, token in rest if token is None]))
         ids = list(prefix)
         for _, token in rest:
             if token is None:
-                ids += next(encoded).ids
+                ids += next(encoded)
             else:
                 ids.append(token)
         return ids
+
+    def plain(self, texts: list[str]) -> list[list[int]]:
+        """Ids of each text, in which no special token is known."""
+        return [encoding.ids for encoding in self._plain.encode_batch_fast(texts, add_special_tokens=False)]
 
     def segments(self, rendering: Rendering, ids: Sequence[int]) -> list[tuple[int, bytes]]:
         """The last segments of a prompt: ids up to the end of each, and its digest."""

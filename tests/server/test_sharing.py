@@ -134,6 +134,34 @@ def test_a_stop_string_a_limit_and_an_error_leave_nothing_behind(tmp_path):
         assert re.search(r"dsuf_kv_leases 0\n", a.metrics()) and re.search(r"dsuf_kv_requests 0\n", a.metrics())
 
 
+LONG = "One two three four five six seven eight nine ten. " * 20
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [
+        (" four", "One two three"),
+        ("ree fo", "One two th"),  # within a token
+        ("nine ten. One two", "One two three four five six seven eight "),
+    ],
+)
+def test_an_answer_that_a_stop_string_ended_is_gone_on_from(tmp_path, stop, text, stream):
+    with sharing_servers(tmp_path, answers={USER["content"]: LONG}, step_s=0.02) as (a, b):
+        heard, prompt = a.told([USER], stream, stop=[stop], **OFF)
+        assert heard == text
+        there = b.ask([USER, {"role": "assistant", "content": text}, user("More")], **OFF)
+        assert there.source == "remote" and there.cached >= prompt + len(encode(text)) - 2
+
+
+def test_what_was_heard_of_an_answer_that_its_client_left_is_gone_on_from(tmp_path):
+    with sharing_servers(tmp_path, answers={USER["content"]: LONG}, step_s=0.2) as (a, b):
+        heard, prompt = a.told([USER], True, leave_after=4, **OFF)
+        assert 9 <= len(encode(heard)) <= 12 and a.log()[-1]["status"] == "cancelled"
+        there = b.ask([USER, {"role": "assistant", "content": heard}, user("More")], max_tokens=3, **OFF)
+        assert there.source == "remote" and there.cached >= prompt + len(encode(heard)) - 2
+
+
 def test_any_server_is_as_good_as_the_one_that_a_conversation_began_at(tmp_path):
     """Round robin over three servers, 20 conversations of 6 turns: the token hit rate of sticky routing, less 2 %."""
 

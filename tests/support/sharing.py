@@ -11,6 +11,7 @@ import functools
 import json
 import signal
 import threading
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -72,7 +73,7 @@ class Answers:
 
 
 class SharedServer:
-    def __init__(self, folder, name, answers, paths, api_keys, resume_tokens):
+    def __init__(self, folder, name, answers, paths, api_keys, resume_tokens, step_s):
         runtime = folder / "run"
         runtime.mkdir(mode=0o700, exist_ok=True)
         self.kv_socket = folder / f"{name}.kv"
@@ -96,6 +97,8 @@ class SharedServer:
             script=answers,
             tokens_a_step=lambda sequence: 3,
             chunk=512,
+            step_s=step_s,
+            sleep=time.sleep,
         )
         engine_options = EngineOptions(folder, resume_every=resume_tokens)
 
@@ -127,6 +130,24 @@ class SharedServer:
         return Turn(choice["message"], usage["prompt_cache_hit_tokens"], usage["prompt_tokens"],
                     usage["completion_tokens"] + ended, source)  # fmt: skip
 
+    def told(self, messages, stream, leave_after=None, **more):
+        """(what the client got of the answer, prompt tokens); it leaves after so many pieces if told to."""
+        body = {"model": MODEL, "messages": messages, "stream": stream, **more}
+        ends = len(self.log())
+        if not stream:
+            answer = httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=20).json()
+            heard = [answer["choices"][0]["message"]["content"]]
+        else:
+            heard = []
+            with httpx.stream("POST", f"{self.url}/v1/chat/completions", json=body, timeout=20) as answer:
+                for line in answer.iter_lines():
+                    if line.startswith("data: {"):
+                        heard += [json.loads(line[6:])["choices"][0]["delta"].get("content") or ""]
+                    if leave_after and sum(map(bool, heard)) == leave_after:
+                        break
+        wait_until(lambda: len(self.log()) > ends)
+        return "".join(heard), self.log()[-1]["prompt_tokens"]
+
     def log(self):
         """request_end lines."""
         lines = [json.loads(line) for line in self.lines]
@@ -154,12 +175,12 @@ class Turn:
 
 
 @contextmanager
-def sharing_servers(folder, names="ab", answers=None, paths=("shm", "tcp"), api_keys=(), resume_tokens=512):
+def sharing_servers(folder, names="ab", answers=None, paths=("shm", "tcp"), api_keys=(), resume_tokens=512, step_s=0.0):
     script, made = Answers(answers), []
     _tokenizer()
     try:
         for name in names:
-            made.append(SharedServer(folder, name, script, paths, api_keys, resume_tokens))
+            made.append(SharedServer(folder, name, script, paths, api_keys, resume_tokens, step_s))
         yield made
     finally:
         for server in made:
