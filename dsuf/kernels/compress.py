@@ -8,11 +8,11 @@
 y float32 [rows, d] (ratio 1) or [rows, 2 d] = (kv, gate) (ratio 2), from project.bf16. A row at position p finishes
 entry (p + 1) / ratio - 1 if ratio divides p + 1; its entry lies in the page of p (layout.py). The other token of a pair
 is the row before, if that is of the same sequence, else what an earlier step left in `pairs` float32 [sequences,
-PAIR_RING, 2 d] at slot (p - 1) mod PAIR_RING: every row of a ratio-2 source leaves its own there, so that a rejected
-block leaves nothing to undo. Inactive rows (sequence < 0) write nothing.
+PAIR_RING, 2 d] at slot (p - 1) mod PAIR_RING: every row of a ratio-2 source from row keep_from on leaves its own there,
+so that a rejected block leaves nothing to undo. Inactive rows (sequence < 0) write nothing.
 
 Reference: dsuf.ops.compress.pool, ops.norm.rms_norm, ops.rope.rotate, ops.qdq.q4e_encode, q4p_encode. A block a row;
-wk bf16 [di, d] is read from L2: 128 KB a finished entry.
+wk bf16 [di, d] is asked for before the wait, into registers: 128 KB a finished entry, from L2.
 
     hand-off                who writes    who waits    reused
     warp sums, c, k         the block     the block    each once
@@ -43,6 +43,7 @@ from dsuf.kernels.ptx.convert import (
 from dsuf.kernels.ptx.memory import (
     ldg_u32,
     ldg_u32x2,
+    ldg_u32x4,
     lds_f32,
     ldw_u32,
     shared_base,
@@ -63,34 +64,50 @@ from dsuf.layout import PAGE_TOKENS
 from dsuf.ops.compress import pool
 
 LOG2_E = 1.4426950408889634
-PAIR_RING = 32  # positions whose (kv, gate) are kept: more than a block and a rewind
+PAIR_RING = 64  # positions whose (kv, gate) are kept: a rewind, a step that is queued behind it, and a block
 SMALLEST_Q4E = 6 * 2.0**-9
 WARP, ENTRY_LANES, KEY_LANES = (1, 2, 4, 8, 16), (1, 2, 4), (1, 2, 4, 8)
 
 
 def make(*, d: int, di: int, rope: int, ratio: int, eps: float) -> Kernel:
-    """A thread holds two neighbouring channels of c; ratio 1 or 2."""
-    THREADS = -(-d // 64) * 32
+    """The first d / 2 threads hold two neighbouring channels of c each; ratio 1 or 2."""
+    THREADS = max(32, d)
     WARPS, TAIL, HALF, KEY_TAIL = THREADS // 32, d - rope, rope // 2, di - rope
     AT_SUM, AT_C = 0, 4 * WARPS
     AT_K = AT_C + 4 * d
     WIDTH, ROWS_OF_PAGE = d * ratio, PAGE_TOKENS // ratio
-    PER_LANE = d // 32  # channels of c of a lane in the product with wk
+    PER_LANE, CHANNELS = d // 32, di // WARPS  # channels of c a lane, and of the key a warp, in the product with wk
+    WORDS = PER_LANE // 2
 
     @kernel(threads=THREADS, grid=(MOST_ROWS,), shared=AT_K + 4 * di, name=f"compress_{d}_{di}_ratio{ratio}")
     def compress(
         y: s64, pairs: s64, norm: s64, wk: s64, k_norm: s64, table: s64, sequence: s64, position: s64, pages: s64,
         most_pages: s32, codes: s64, scales: s64, key_codes: s64, key_scales: s64, page_bytes: s64,
+        keep_from: s32,
     ) -> None:  # fmt: skip
         tid = int32(thread_index())
         lane = int32(tid & 31)
         warp = int32(tid >> 5)
         row = int64(block_index())
         sm = shared_base()
+        w = regs(CHANNELS * WORDS)
+        for j in unroll(CHANNELS):
+            weights = wk + (int64(warp * CHANNELS + j) * d + lane * PER_LANE) * 2
+            if WORDS >= 4:
+                for i in unroll(0, WORDS, 4):
+                    w[j * WORDS + i : j * WORDS + i + 4] = ldg_u32x4(weights + 4 * i)
+            else:
+                for i in unroll(WORDS):
+                    w[j * WORDS + i] = ldg_u32(weights + 4 * i)
         wait_for_previous_kernel()
         let_next_kernel_start()
         owner = int64(int32(ldg_u32(sequence + row * 4)))
         place = int32(ldg_u32(position + row * 4))
+        neighbour = int64(row - 1 if row > 0 else row)
+        beside = row > 0 and int64(int32(ldg_u32(sequence + neighbour * 4))) == owner
+        page = int64(0)
+        if owner >= 0:
+            page = int64(ldg_u32(pages + (owner * most_pages + place // PAGE_TOKENS) * 4)) * page_bytes
         column = int64(2 * tid)
         holds = 2 * tid < d and owner >= 0
         v = regs(2, 0.0)
@@ -101,11 +118,10 @@ def make(*, d: int, di: int, rope: int, ratio: int, eps: float) -> Kernel:
             if ratio == 2:
                 gate = ldg_u32x2(y + (row * WIDTH + d + column) * 4)
                 ring = pairs + (owner * PAIR_RING + (place & (PAIR_RING - 1))) * (8 * d) + column * 4
-                stg_u32x2(ring, own)
-                stg_u32x2(ring + 4 * d, gate)
+                if row >= keep_from:
+                    stg_u32x2(ring, own)
+                    stg_u32x2(ring + 4 * d, gate)
                 if place & 1 == 1:
-                    neighbour = int64(row - 1 if row > 0 else row)
-                    beside = row > 0 and int64(int32(ldg_u32(sequence + neighbour * 4))) == owner
                     other = pairs + (owner * PAIR_RING + ((place - 1) & (PAIR_RING - 1))) * (8 * d) + column * 4
                     other = int64(y + (neighbour * WIDTH + column) * 4 if beside else other)
                     kv = ldg_u32x2(other)
@@ -123,8 +139,8 @@ def make(*, d: int, di: int, rope: int, ratio: int, eps: float) -> Kernel:
                 sts_f32(uint32(sm + AT_SUM + 4 * warp), s)
             sync_threads()
             s = lds_f32(uint32(sm + AT_SUM))
-            for w in unroll(1, WARPS):
-                s = s + lds_f32(uint32(sm + AT_SUM + 4 * w))
+            for i in unroll(1, WARPS):
+                s = s + lds_f32(uint32(sm + AT_SUM + 4 * i))
             inverse = rsqrt_approx(s * (1.0 / d) + eps)
             if holds:
                 weight = ldw_u32(norm + column * 2)
@@ -133,7 +149,6 @@ def make(*, d: int, di: int, rope: int, ratio: int, eps: float) -> Kernel:
                 sts_f32(uint32(sm + AT_C + 8 * tid), v[0])
                 sts_f32(uint32(sm + AT_C + 8 * tid + 4), v[1])
             sync_threads()
-            page = int64(ldg_u32(pages + (owner * most_pages + place // PAGE_TOKENS) * 4)) * page_bytes
             entry = int32((place + 1) // ratio - 1)
             slot = int64(entry % ROWS_OF_PAGE)
             first = int32(entry * ratio)
@@ -153,20 +168,18 @@ def make(*, d: int, di: int, rope: int, ratio: int, eps: float) -> Kernel:
                 stg_u8(codes + page + (slot * (d // 2) + tid), uint32(low | high << 4))
                 if tid & 7 == 0:
                     stg_u8(scales + page + (slot * (d // 16) + (tid >> 3)), scale_code)
-            # the index key: a warp makes every WARPS-th channel of wk c, each lane PER_LANE neighbouring products
+            # the index key: a warp makes CHANNELS neighbouring channels of wk c
             held = regs(PER_LANE)
             for i in unroll(PER_LANE):
                 held[i] = lds_f32(uint32(sm + AT_C + (lane * PER_LANE + i) * 4))
-            for channel in range(warp, di, WARPS):
-                weights = wk + (int64(channel) * d + lane * PER_LANE) * 2
+            for j in unroll(CHANNELS):
                 s = 0.0
-                for i in unroll(PER_LANE // 2):
-                    pair = ldw_u32(weights + 4 * i)
-                    s = fma(held[2 * i], bf16_low(pair), s)
-                    s = fma(held[2 * i + 1], bf16_high(pair), s)
+                for i in unroll(WORDS):
+                    s = fma(held[2 * i], bf16_low(w[j * WORDS + i]), s)
+                    s = fma(held[2 * i + 1], bf16_high(w[j * WORDS + i]), s)
                 s = sum_over(s, WARP)
                 if lane == 0:
-                    sts_f32(uint32(sm + AT_K + 4 * channel), round_bf16(s))
+                    sts_f32(uint32(sm + AT_K + 4 * (warp * CHANNELS + j)), round_bf16(s))
             sync_threads()
             if warp == 0:
                 # norm, rope, quantise by one warp: channels 2 lane + 64 i, so that 16 lanes share a scale

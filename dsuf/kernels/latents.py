@@ -14,13 +14,12 @@ grid (rows, 2): block y = 0 makes c, 1 makes k. A thread holds four neighbouring
 from __future__ import annotations
 
 from dsuf.kernels.catalogue import Entry, Width
-from dsuf.kernels.lang import Kernel, int32, int64, kernel, regs, s64, uint32, unroll
+from dsuf.kernels.lang import Kernel, int32, int64, kernel, regs, s32, s64, uint32, unroll
 from dsuf.kernels.ptx.convert import bf16_high, bf16_low, e4m3x2, fabs, fma, fmax, round_bf16, rsqrt_approx
 from dsuf.kernels.ptx.memory import (
     ldg_u32,
     ldg_u32x2,
     lds_f32,
-    ldw_u32x2,
     shared_base,
     stg_u8,
     stg_u32,
@@ -48,15 +47,15 @@ def window_row_bytes(d: int) -> int:
     return -(-(d + d // 32) // 16) * 16
 
 
-def make(*, q: int, d: int, rope: int, ring: int, eps: float) -> Kernel:
-    """q and d multiples of 32; rope the rotated tail of d; ring slots of a window."""
+def make(*, q: int, d: int, rope: int, eps: float) -> Kernel:
+    """q and d multiples of 32; rope the rotated tail of d; the slots of a window are an argument, `ring`."""
     THREADS = -(-max(q, d) // 128) * 32
     WARPS, HALF, SSTRIDE, ROW = THREADS // 32, rope // 2, scale_stride(q), window_row_bytes(d)
 
     @kernel(threads=THREADS, grid=(MOST_ROWS, 2), shared=4 * WARPS, name=f"latents_{q}_{d}")
     def latents(
         y: s64, q_norm: s64, kv_norm: s64, table: s64, sequence: s64, position: s64, codes: s64, scales: s64,
-        windows: s64, pitch: s64,
+        windows: s64, pitch: s64, ring: s32,
     ) -> None:  # fmt: skip
         tid = int32(thread_index())
         row = int64(block_index())
@@ -64,8 +63,14 @@ def make(*, q: int, d: int, rope: int, ring: int, eps: float) -> Kernel:
         sm = shared_base()
         width = int32(d if window == 1 else q)
         weight = kv_norm if window == 1 else q_norm
+        g = regs(2, uint32(0))
+        if 4 * tid < width:
+            g = ldg_u32x2(weight + 8 * int64(tid))  # a pure load would sink behind the wait
         wait_for_previous_kernel()
         let_next_kernel_start()
+        owner = int32(ldg_u32(sequence + row * 4))
+        place = int32(ldg_u32(position + row * 4))
+        place = int32(place if owner >= 0 else 0)
         v = regs(4, 0.0)
         if 4 * tid < width:
             word = ldg_u32x2(y + (row * (q + d) + window * q + 4 * tid) * 2)
@@ -81,12 +86,10 @@ def make(*, q: int, d: int, rope: int, ring: int, eps: float) -> Kernel:
         for i in unroll(1, WARPS):
             s = s + lds_f32(uint32(sm + 4 * i))
         inverse = rsqrt_approx(s * (1.0 / d if window == 1 else 1.0 / q) + eps)
-        place = int32(ldg_u32(position + row * 4))
         if 4 * tid < width:
-            word = ldw_u32x2(weight + 8 * int64(tid))
             for i in unroll(2):
-                v[2 * i] = round_bf16(v[2 * i] * inverse * bf16_low(word[i]))
-                v[2 * i + 1] = round_bf16(v[2 * i + 1] * inverse * bf16_high(word[i]))
+                v[2 * i] = round_bf16(v[2 * i] * inverse * bf16_low(g[i]))
+                v[2 * i + 1] = round_bf16(v[2 * i + 1] * inverse * bf16_high(g[i]))
             if window == 1 and 4 * tid >= d - rope:
                 for i in unroll(2):
                     c, sn = phase(table, place, int32(2 * tid - (d - rope) // 2 + i), HALF)
@@ -97,7 +100,6 @@ def make(*, q: int, d: int, rope: int, ring: int, eps: float) -> Kernel:
         amax = max_over(amax, SCALE_LANES)
         e = q8_exponent(amax)
         f = inverse_scale(e)
-        owner = int32(ldg_u32(sequence + row * 4))
         if 4 * tid < width and (window == 0 or owner >= 0):
             word32 = uint32(e4m3x2(v[1] * f, v[0] * f) | (e4m3x2(v[3] * f, v[2] * f) << 16))
             slot = windows + int64(owner) * pitch + int64(place % ring) * ROW
@@ -110,16 +112,13 @@ def make(*, q: int, d: int, rope: int, ring: int, eps: float) -> Kernel:
     return latents
 
 
-RING_EXTRA = 32  # slots beyond sliding_window, so that a sequence can be rewound
+RING_EXTRA = 64  # slots beyond sliding_window: a rewind, a step that is queued behind it, and a block
 
 
 def entries(width: Width) -> list[Entry]:
     """One kernel for the backbone and the drafter (their tables differ, not their shapes)."""
     spec = width.spec
-    shape = {
-        "q": spec.q_lora_rank, "d": spec.head_dim, "rope": spec.qk_rope_head_dim,
-        "ring": spec.sliding_window + RING_EXTRA, "eps": spec.rms_norm_eps,
-    }  # fmt: skip
+    shape = {"q": spec.q_lora_rank, "d": spec.head_dim, "rope": spec.qk_rope_head_dim, "eps": spec.rms_norm_eps}
     values = spec.q_lora_rank + spec.head_dim
     label = f"latents/{width.label}"
     return [Entry(label, make, shape, width.chips, q8_encode, MOST_ROWS * 3 * values, MOST_ROWS * 8 * values)]

@@ -40,14 +40,14 @@ class Source:
         self.cache = np.full((SEQUENCES * PAGES, int(self.offsets[-1])), 0xEE, np.uint8)
         self.pairs = np.full((SEQUENCES, family.PAIR_RING, 2 * d), np.nan, np.float32)
 
-    def run(self, y: np.ndarray, sequence: list[int], position: list[int]) -> None:
+    def run(self, y: np.ndarray, sequence: list[int], position: list[int], keep_from: int = 0) -> None:
         w = 160000.0 ** (-np.arange(0, self.turned, 2) / self.turned)
         at = self.cache.ctypes.data
         kernel = family.make(d=self.d, di=self.di, rope=self.turned, ratio=self.ratio, eps=EPS)
         planes = [self.cache, *(at + int(o) for o in self.offsets[1:4])]
         execute(kernel, [y, self.pairs, self.norm, self.wk, self.k_norm, rope.tables(w, 4096),
                          np.array(sequence, np.int32), np.array(position, np.int32), self.pages, PAGES, *planes,
-                         self.cache.shape[1]], grid=(len(y), 1))  # fmt: skip
+                         self.cache.shape[1], keep_from], grid=(len(y), 1))  # fmt: skip
 
     def stored(self, owner: int, entry: int) -> tuple[np.ndarray, np.ndarray]:
         page = self.cache[self.pages[owner, entry // self.per_page]]
@@ -103,6 +103,32 @@ def test_ratio_2_pools_pairs_inside_a_step_and_across_steps(width: str):
     third = rng.standard_normal((2, 2 * source.d)).astype(np.float32)
     source.run(third, [0, 0], [256, 257])
     source.check(0, 128, third)
+
+
+@pytest.mark.parametrize("rows", [6, 16, 48])
+def test_a_row_is_the_same_bits_in_any_launch(rows: int):
+    rng = np.random.default_rng(rows)
+    y = rng.standard_normal((rows, 2 * WIDTHS["tiny"][0])).astype(np.float32)
+    y[:2] = np.nan
+    sequence = [-1, -1, *(i // 2 % SEQUENCES for i in range(rows - 2))]
+    position = [1 << 30, 1 << 30, *(2 * (i // 2) + i % 2 for i in range(rows - 2))]
+    at, kept = rows - 2, []
+    for which in (slice(at, at + 2), slice(0, rows)):
+        source = Source(np.random.default_rng(7), "tiny", 2)
+        source.run(y[which].copy(), sequence[which], position[which])
+        kept.append(source.stored(sequence[at], position[at] // 2))
+    for one, many in zip(*kept, strict=True):
+        assert np.array_equal(one, many)
+
+
+def test_rows_before_keep_from_leave_no_pair():
+    rng = np.random.default_rng(4)
+    source = Source(rng, "tiny", 2)
+    y = rng.standard_normal((4, 2 * source.d)).astype(np.float32)
+    source.run(y, [0] * 4, [4, 5, 6, 7], keep_from=3)
+    kept = ~np.isnan(source.pairs[0]).any(axis=1)
+    assert np.flatnonzero(kept).tolist() == [7] and np.array_equal(source.pairs[0, 7], y[3])
+    source.check(0, 3, y[2:])
 
 
 def test_swiglu_agrees_with_the_op():

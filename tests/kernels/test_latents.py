@@ -14,7 +14,7 @@ from dsuf.ops.norm import rms_norm
 from tests.kernels.helpers import bf16, execute, values
 
 Q, D, ROPE, WINDOW, EPS = 96, 64, 16, 8, 1e-20
-RING = WINDOW + family.RING_EXTRA
+RING = WINDOW + 32
 
 
 def frequencies() -> np.ndarray:
@@ -40,9 +40,9 @@ def test_latents_agree_with_the_ops_and_land_in_their_rings(rows: int):
     codes, scales = np.zeros((rows, Q), np.uint8), np.zeros((rows, scale_stride(Q)), np.uint8)
     row_bytes = family.window_row_bytes(D)
     windows = np.full((rows, RING, row_bytes), 0xEE, np.uint8)
-    kernel = family.make(q=Q, d=D, rope=ROPE, ring=RING, eps=EPS)
+    kernel = family.make(q=Q, d=D, rope=ROPE, eps=EPS)
     execute(kernel, [y, q_norm, kv_norm, rope.tables(frequencies(), 8192), sequence, position, codes, scales, windows,
-                     RING * row_bytes], grid=(rows, 2))  # fmt: skip
+                     RING * row_bytes, RING], grid=(rows, 2))  # fmt: skip
     c = formats.round_bf16(rms_norm(values(y[:, :Q]), values(q_norm), EPS))
     expected_codes, expected_scales = qdq.q8_encode(c)
     same = (expected_codes == codes).mean()
@@ -64,3 +64,24 @@ def test_latents_agree_with_the_ops_and_land_in_their_rings(rows: int):
         assert (np.abs(got - want) <= 2.0**-3 * np.abs(want) + 2.0**-9 * step).all()
         assert (got == want).mean() > 0.95
     assert (windows[untouched] == 0xEE).all()
+
+
+@pytest.mark.parametrize("rows", [6, 16, 48])
+def test_a_row_is_the_same_bits_in_any_launch(rows: int):
+    rng, at = np.random.default_rng(rows), rows - 2
+    y, q_norm, kv_norm = bf16(rng, rows, Q + D), bf16(rng, Q), bf16(rng, D)
+    y[:3] = 0x7FC0
+    sequence, position = np.full(rows, -1, np.int32), np.full(rows, 1 << 30, np.int32)
+    sequence[3:], position[3:] = 0, 500 + np.arange(rows - 3)
+    kernel, row_bytes = family.make(q=Q, d=D, rope=ROPE, eps=EPS), family.window_row_bytes(D)
+
+    def run(which: slice) -> list[np.ndarray]:
+        n = which.stop - which.start
+        codes, scales = np.zeros((n, Q), np.uint8), np.zeros((n, scale_stride(Q)), np.uint8)
+        windows = np.full((1, 64, row_bytes), 0xEE, np.uint8)
+        execute(kernel, [y[which].copy(), q_norm, kv_norm, rope.tables(frequencies(), 8192), sequence[which].copy(),
+                         position[which].copy(), codes, scales, windows, 64 * row_bytes, 64], grid=(n, 2))  # fmt: skip
+        return [codes[at - which.start], scales[at - which.start], windows[0, position[at] % 64]]
+
+    for one, many in zip(run(slice(at, at + 1)), run(slice(0, rows)), strict=True):
+        assert np.array_equal(one, many)
