@@ -21,7 +21,7 @@ from dsuf.spec import Spec
 
 MODULES = (
     "engram", "project", "experts", "route", "swiglu", "mixes", "latents", "compress", "attend", "index", "select",
-    "choose", "ceiling", "rows_q8",
+    "choose", "ceiling", "rows_q8", "state",
 )  # fmt: skip
 ROW_TILES = (8, 16, 24, 48)
 CONFIGS = Path(__file__).parents[1] / "configs"

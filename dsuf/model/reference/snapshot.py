@@ -54,7 +54,7 @@ def save(caches: Caches, position: int, pages: Mapping[int, Buffer], state: Sequ
         page = _bytes_of(buffer)
         page[: caches.pages.layout.page_bytes] = caches.pages.data[number]
         for source in caches.pages.layout.sources:
-            _blank(page, source, position // source.ratio - source.first_entry(number))
+            blank(page, source, position // source.ratio - source.first_entry(number))
     _scatter(_snapshot_of(caches, position), state)
 
 
@@ -90,7 +90,7 @@ def _no_pages() -> NotSupported:
     return NotSupported("these caches have no packed pages (exact32): they can be neither saved nor restored.")
 
 
-def _blank(page: np.ndarray, source: SourceLayout, first: int) -> None:
+def blank(page: np.ndarray, source: SourceLayout, first: int) -> None:
     """Zero the page's entries from row `first` on."""
     for plane in (source.codes, source.scales, source.key_codes, source.key_scales):
         page[plane.offset + min(first, plane.rows) * plane.width : plane.end] = 0
