@@ -1,8 +1,10 @@
 """Every kernel that an engine may need: a list of modules, each exporting ENTRIES, and the shapes they are made for.
 
 An entry is a shape of a family: how to make its kernel, for which chips, the op that says what it means, and its floor.
-Real widths are built for three chips, the tiny and toy widths (tests, engine on small checkpoints) for sm_90a only.
-Rows come in tiles: a step of R rows takes the smallest tile that holds R.
+Two widths are made: `v41`, the real one (three chips), and `small` (sm_90a only), which serves the tiny test checkpoint
+and the built-in toy alike: what differs between checkpoints of a width is a launch argument. A kernel whose code does
+not depend on a width has no width in its name.
+Rows come in tiles: a step of R rows takes the smallest tile of its width that holds R (`tile_of`).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ MODULES = (
     "engram", "project", "experts", "route", "swiglu", "mixes", "latents", "compress", "attend", "index", "select",
     "choose", "ceiling", "rows_q8", "state",
 )  # fmt: skip
-ROW_TILES = (8, 16, 24, 48)
+ROW_TILES = {"v41": (8, 16, 24, 48), "small": (8, 48)}
 CONFIGS = Path(__file__).parents[1] / "configs"
 
 
@@ -60,7 +62,12 @@ def widths() -> tuple[Width, ...]:
     """What the catalogue is made for."""
     real = Spec.load(CONFIGS / "v41-flash.json")
     tiny = Spec.load(CONFIGS / "tiny.json")
-    return (Width("v41", real, ALL_CHIPS, ROW_TILES), Width("tiny", tiny, HOPPER, (8,)))
+    return (Width("v41", real, ALL_CHIPS, ROW_TILES["v41"]), Width("small", tiny, HOPPER, ROW_TILES["small"]))
+
+
+def tile_of(label: str, rows: int) -> int:
+    """The row tile that a step of so many rows runs on: the smallest of its width that holds them."""
+    return next(tile for tile in ROW_TILES[label] if tile >= rows)
 
 
 @cache

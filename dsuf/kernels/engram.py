@@ -21,7 +21,7 @@ from __future__ import annotations
 import numpy as np
 
 from dsuf.kernels.catalogue import Entry, Width
-from dsuf.kernels.lang import Kernel, int32, int64, kernel, regs, s64, uint32, unroll
+from dsuf.kernels.lang import Kernel, float32, int32, int64, kernel, regs, s32, s64, uint32, unroll
 from dsuf.kernels.latents import MOST_ROWS
 from dsuf.kernels.mixes import sigmoid
 from dsuf.kernels.ptx.convert import (
@@ -36,6 +36,7 @@ from dsuf.kernels.ptx.convert import (
     fabs,
     fma,
     fmax,
+    rcp,
     sqrt,
     ue8m0,
 )
@@ -64,9 +65,9 @@ from dsuf.kernels.ptx.sync import (
     wait_for_previous_kernel,
 )
 from dsuf.kernels.quantise import inverse_scale, max_over, q8_exponent, sum_over
-from dsuf.kernels.stream import scale_stride
 from dsuf.ops.engram import EngramHash, gate, table_rows
 
+EMBED_SPAN = 2048  # columns of a block
 HISTORY = 64  # positions whose class ids are kept: n-grams, a block and a rewind
 STREAMS = 4
 WARP, SCALE_LANES = (1, 2, 4, 8, 16), (1, 2)
@@ -77,16 +78,14 @@ def constants(one: EngramHash) -> np.ndarray:
     return np.concatenate([one.multipliers, one.primes.ravel(), one.offsets.ravel()]).astype(np.int64)
 
 
-def make_embed(*, d: int) -> Kernel:
-    """A thread eight columns of one row."""
-    THREADS = min(256, -(-d // 256) * 32)
-    SETS = -(-d // (8 * THREADS))
+def make_embed() -> Kernel:
+    """A thread eight columns of one row; grid (ceil D / EMBED_SPAN, rows)."""
 
-    @kernel(threads=THREADS, grid=(SETS, MOST_ROWS), name=f"embed_{d}")
+    @kernel(threads=EMBED_SPAN // 8, grid=(1, MOST_ROWS), name="embed")
     def embed(
-        token: s64, sequence: s64, position: s64, embedding: s64, streams: s64, class_map: s64, history: s64
+        token: s64, sequence: s64, position: s64, embedding: s64, streams: s64, class_map: s64, history: s64, d: s32
     ) -> None:  # fmt: skip
-        column = int64(8 * (block_index() * THREADS + thread_index()))
+        column = int64(block_index() * EMBED_SPAN + 8 * thread_index())
         row = int64(block_index_y())
         wait_for_previous_kernel()
         let_next_kernel_start()
@@ -104,15 +103,16 @@ def make_embed(*, d: int) -> Kernel:
     return embed
 
 
-def make_gather(*, ngram: int, heads: int, width: int, pad_class: int) -> Kernel:
-    """A warp a column of one row: it hashes, fetches the table row, eight values a lane, and quantises."""
-    COLUMNS, LANES = (ngram - 1) * heads, width // 8
-    STRIDE = scale_stride(COLUMNS * width)
+def make_gather(*, ngram: int) -> Kernel:
+    """A warp a column of one row: it hashes, fetches the table row, eight values a lane, and quantises.
 
-    @kernel(threads=32, grid=(COLUMNS, MOST_ROWS), name=f"engram_gather_{COLUMNS}x{width}")
+    grid ((ngram - 1) heads, rows); heads, width (up to 256) and the pad class are arguments.
+    """
+
+    @kernel(threads=32, grid=(1, MOST_ROWS), name=f"engram_gather_{ngram}")
     def gather(
         history: s64, sequence: s64, position: s64, constant: s64, table: s64, table_scales: s64, codes: s64,
-        scales: s64,
+        scales: s64, heads: s32, width: s32, pad_class: s32,
     ) -> None:  # fmt: skip
         lane = int32(thread_index())
         column = int32(block_index())
@@ -123,6 +123,8 @@ def make_gather(*, ngram: int, heads: int, width: int, pad_class: int) -> Kernel
         if owner >= 0:
             place = int32(ldg_u32(position + row * 4))
             size = int32(column // heads + 2)  # of the n-gram
+            columns = int32((ngram - 1) * heads)
+            groups = int32(width >> 5)
             h = int64(0)
             blocked = int32(0)
             for back in unroll(ngram):
@@ -135,11 +137,11 @@ def make_gather(*, ngram: int, heads: int, width: int, pad_class: int) -> Kernel
                 t = int64(t if back < size else 0)  # 0 changes nothing
                 h = int64(h ^ (t * ldw_s64(constant + 8 * back)))
             prime = ldw_s64(constant + 8 * (ngram + column))
-            line = int64(h % prime + ldw_s64(constant + 8 * (ngram + COLUMNS + column)))
+            line = int64(h % prime + ldw_s64(constant + 8 * (ngram + columns + column)))
             v = regs(8, 0.0)
-            if lane < LANES:
+            if 8 * lane < width:
                 code = ldw_u32x2(table + line * width + 8 * lane)
-                scale = ue8m0[0](ldw_u8(table_scales + line * (width // 32) + (lane >> 2)))
+                scale = ue8m0[0](ldw_u8(table_scales + line * groups + (lane >> 2)))
                 for i in unroll(2):
                     two = e4m3x4_bf16(code[i])
                     for j in unroll(2):
@@ -150,27 +152,27 @@ def make_gather(*, ngram: int, heads: int, width: int, pad_class: int) -> Kernel
                 amax = fmax(amax, fabs(v[i]))
             e = q8_exponent(max_over(amax, SCALE_LANES))
             f = inverse_scale(e)
-            if lane < LANES:
+            if 8 * lane < width:
                 word = regs(2)
                 for i in unroll(2):
                     word[i] = uint32(
                         e4m3x2(v[4 * i + 1] * f, v[4 * i] * f) | e4m3x2(v[4 * i + 3] * f, v[4 * i + 2] * f) << 16
                     )
-                stg_u32x2(codes + (row * COLUMNS + column) * width + 8 * lane, word)
+                stg_u32x2(codes + (row * columns + column) * width + 8 * lane, word)
                 if lane & 3 == 0:
-                    stg_u8(scales + row * STRIDE + column * (width // 32) + (lane >> 2), e)
+                    stg_u8(scales + row * ((columns * groups + 3) // 4 * 4) + column * groups + (lane >> 2), e)
 
     return gather
 
 
-def make_gate(*, d: int, eps: float) -> Kernel:
-    """A block a row, a thread eight columns of all streams, keys and the value."""
-    THREADS = -(-d // 256) * 32
+def make_gate(*, most_d: int, eps: float) -> Kernel:
+    """A block a row, a thread eight columns of all streams, keys and the value; d up to most_d."""
+    THREADS = -(-most_d // 256) * 32
     WARPS = THREADS // 32
     SUMS = 3 * STREAMS
 
-    @kernel(threads=THREADS, grid=(MOST_ROWS,), shared=4 * SUMS * WARPS, name=f"engram_gate_{d}")
-    def add_gated(streams: s64, kv: s64, qk: s64, sequence: s64) -> None:
+    @kernel(threads=THREADS, grid=(MOST_ROWS,), shared=4 * SUMS * WARPS, name=f"engram_gate_{most_d}")
+    def add_gated(streams: s64, kv: s64, qk: s64, sequence: s64, d: s32) -> None:
         tid = int32(thread_index())
         row = int64(block_index())
         sm = shared_base()
@@ -207,10 +209,12 @@ def make_gate(*, d: int, eps: float) -> Kernel:
             for i in unroll(SUMS):
                 s[i] = s[i] + lds_f32(uint32(sm + (w * SUMS + i) * 4))
         if holds:
+            mean = rcp(float32(d))
+            root_d = sqrt(float32(d))
             value = ldg_u32x4(kv + (row * (5 * d) + STREAMS * d + column) * 2)
             for j in unroll(STREAMS):
-                norms = sqrt(s[3 * j + 1] * (1.0 / d) + eps) * sqrt(s[3 * j + 2] * (1.0 / d) + eps)
-                dot = div(s[3 * j], norms) * d**-0.5
+                norms = sqrt(s[3 * j + 1] * mean + eps) * sqrt(s[3 * j + 2] * mean + eps)
+                dot = div(s[3 * j], norms * root_d)
                 root = sqrt(fmax(fabs(dot), 1e-6))
                 g = sigmoid(as_float(uint32(as_bits(root) | (as_bits(dot) & 0x80000000))))
                 for i in unroll(4):
@@ -223,18 +227,15 @@ def make_gate(*, d: int, eps: float) -> Kernel:
 
 
 def entries(width: Width) -> list[Entry]:
-    """Embedding, gather and gate. Every layer has the same shapes; constants and tables are arguments."""
+    """Embedding, gather and gate; constants, tables and widths are arguments, so each is one kernel."""
+    if width.label != "v41":
+        return []
     spec = width.spec
-    d, columns, label = spec.hidden_size, spec.engram_columns, width.label
-    shape = {
-        "ngram": spec.engram_max_ngram_size, "heads": spec.engram_n_heads, "width": spec.engram_head_dim,
-        "pad_class": spec.engram_pad_token_id,
-    }  # fmt: skip
+    d, columns = spec.hidden_size, spec.engram_columns
     fetched = MOST_ROWS * columns * (spec.engram_head_dim + spec.engram_head_dim // 32)
-    rows = MOST_ROWS * d
+    rows, gathers, gates = MOST_ROWS * d, {"ngram": spec.engram_max_ngram_size}, {"most_d": d, "eps": spec.rms_norm_eps}
     return [
-        Entry(f"embed/{label}", make_embed, {"d": d}, width.chips, np.take, 10 * rows, 0),
-        Entry(f"engram.gather/{label}", make_gather, shape, width.chips, table_rows, 2 * fetched, 4 * fetched),
-        Entry(f"engram.gate/{label}", make_gate, {"d": d, "eps": spec.rms_norm_eps}, width.chips, gate, 26 * rows,
-              60 * rows),
-    ]  # fmt: skip
+        Entry("embed", make_embed, {}, width.chips, np.take, 10 * rows, 0),
+        Entry("engram.gather", make_gather, gathers, width.chips, table_rows, 2 * fetched, 4 * fetched),
+        Entry("engram.gate", make_gate, gates, width.chips, gate, 26 * rows, 60 * rows),
+    ]

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsuf.kernels.catalogue import Entry, Width
-from dsuf.kernels.lang import Kernel, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
+from dsuf.kernels.catalogue import ROW_TILES, Entry, Width, tile_of
+from dsuf.kernels.lang import Kernel, f32, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
 from dsuf.kernels.pack import chunk_width, fp4_chunk_bytes
 from dsuf.kernels.ptx.convert import (
     bf16x2,
@@ -37,6 +37,7 @@ from dsuf.kernels.ptx.convert import (
 )
 from dsuf.kernels.ptx.copy import fence_async, mbarrier_init, mbarrier_wait, policy_evict_first
 from dsuf.kernels.ptx.memory import (
+    atom_add,
     ldg_f32,
     ldg_u32,
     lds_u32,
@@ -48,6 +49,7 @@ from dsuf.kernels.ptx.memory import (
 )
 from dsuf.kernels.ptx.op import BLACKWELL
 from dsuf.kernels.ptx.sync import (
+    block_count,
     block_index,
     let_next_kernel_start,
     sync_threads,
@@ -71,6 +73,7 @@ PLAN_HEAD, PLAN_RECORD = 4, 12  # int32s
 GROUP_PAIRS = 8
 LOG2_E = 1.4426950408889634
 STAGED = 132 * 1024
+SM_COUNT = 132
 QUAD_ROWS = (4, 8, 16)  # lanes that hold the same columns
 
 
@@ -80,10 +83,11 @@ def plan_bytes(pairs: int) -> int:
 
 
 @inline
-def make_groups(pair_experts: Any, leaders: Any, out: Any, tid: Any, live: Any) -> None:
+def make_groups(pair_experts: Any, leaders: Any, out: Any, counter: Any, tid: Any, live: Any) -> None:
     """Write the plan of `live` pairs, whose experts stand in shared memory; a thread a pair, all threads call.
 
-    Ranks are found by counting, so the plan depends on the routing alone; `leaders` is scratch of the same size.
+    Ranks are found by counting, so the plan depends on the routing alone; `leaders` is scratch of the same size. The
+    number of distinct experts is added to the u32 at `counter`, unless that is 0.
     """
     mine = int32(-1)
     if tid < live:
@@ -115,6 +119,8 @@ def make_groups(pair_experts: Any, leaders: Any, out: Any, tid: Any, live: Any) 
             stg_u32(record + 4, uint32(min(count - rank, GROUP_PAIRS)))
     if tid == 0:
         stg_u32(out, uint32(total))
+    if counter != 0 and mine >= 0 and rank == 0:
+        atom_add(counter, uint32(1))
 
 
 @inline
@@ -140,12 +146,11 @@ def silu(x: Any) -> Any:
     return x * rcp_approx(1.0 + exp2_approx(x * -LOG2_E))
 
 
-def make_gate_up(
-    *, d: int, i: int, topk: int, rows: int, limit: float, chip: str, most: int, warps: int, stages: int, blocks: int
-) -> Kernel:
+def make_gate_up(*, d: int, i: int, topk: int, rows: int, chip: str, most: int, warps: int, stages: int) -> Kernel:
     """A warp makes 32 finished channels of one group: 2 gate and 2 up tiles, chunk by chunk from its own ring.
 
-    topk is the most experts of a row; a launch says its own number, k, so the drafter shares the kernel.
+    topk is the most experts of a row; a launch says its own number, k, so the drafter shares the kernel. limit is the
+    checkpoint's swiglu_limit.
     """
     WIDTH, SIZE = chunk_width(d, most), fp4_chunk_bytes(d, most)
     STAGE = 4 * SIZE
@@ -157,13 +162,14 @@ def make_gate_up(
     AT_RING = -(-(AT_PLAN + plan_bytes(rows * topk)) // 16) * 16
     AT_BAR = AT_RING + warps * stages * STAGE
     THREADS = warps * 32
-    STEP = blocks * warps
     expand, BIAS = (fp4x8_f16_cvt, 1.0) if chip in BLACKWELL else (fp4x8_f16_bits, FP4_BIAS)
 
     @kernel(
-        threads=THREADS, grid=(blocks,), shared=AT_BAR + warps * stages * 8, name=f"experts_gate_up_{d}x{i}_r{rows}"
+        threads=THREADS, grid=(SM_COUNT,), shared=AT_BAR + warps * stages * 8, name=f"experts_gate_up_{d}x{i}_r{rows}"
     )
-    def gate_up(w: s64, x: s64, sx: s64, plan: s64, weights: s64, h: s64, sh: s64, live: s32, k: s32) -> None:
+    def gate_up(
+        w: s64, x: s64, sx: s64, plan: s64, weights: s64, h: s64, sh: s64, live: s32, k: s32, limit: f32
+    ) -> None:
         tid = int32(thread_index())
         lane = int32(tid & 31)
         warp = int32(tid >> 5)
@@ -185,14 +191,15 @@ def make_gate_up(
         sync_threads()
         records = uint32(sm + AT_PLAN + PLAN_HEAD * 4)
         # consecutive warps take consecutive items: neighbours in memory are read at the same time
-        item = int32(warp * blocks + block_index())
+        item = int32(warp * block_count() + block_index())
+        step = int32(block_count() * warps)
         last = int32(groups * ITEMS)
         ahead = item
         chunk = int32(0)
         for s in unroll(stages):
             if ahead < last and lane == 0:
                 ask(ring, bar, s, STAGE, w, records, ahead, chunk, ITEMS, CHUNKS, policy)
-            ahead, chunk = following(ahead, chunk, STEP, CHUNKS)
+            ahead, chunk = following(ahead, chunk, step, CHUNKS)
         if STAGE_X:
             stage_rows(sm, x, live, d, d, XSTRIDE, tid, THREADS)
             sync_threads()
@@ -217,7 +224,7 @@ def make_gate_up(
                 sync_warp()
                 if ahead < last and lane == 0:
                     ask(ring, bar, stage, STAGE, w, records, ahead, chunk, ITEMS, CHUNKS, policy)
-                ahead, chunk = following(ahead, chunk, STEP, CHUNKS)
+                ahead, chunk = following(ahead, chunk, step, CHUNKS)
                 stage = int32(stage + 1)
                 if stage == stages:
                     stage = int32(0)
@@ -249,14 +256,12 @@ def make_gate_up(
                         stg_u8(to + 8 * j, e4m3x2(0.0, v[4 * column + j] * f))
                     if g == 0:
                         stg_u8(sh + (int64(pair) * HSTRIDE + channel), e)
-            item = int32(item + STEP)
+            item = int32(item + step)
 
     return gate_up
 
 
-def make_down(
-    *, d: int, i: int, topk: int, rows: int, chip: str, warps: int, stages: int, blocks: int
-) -> Kernel:  # fmt: skip
+def make_down(*, d: int, i: int, topk: int, rows: int, chip: str, warps: int, stages: int) -> Kernel:
     """A warp makes 16 outputs of one group."""
     WIDTH, SIZE = chunk_width(i), fp4_chunk_bytes(i)
     CHUNKS, GROUPS32, ITEMS, PAIRS = i // WIDTH, WIDTH // 32, d // 16, rows * topk
@@ -267,10 +272,9 @@ def make_down(
     AT_RING = -(-(AT_PLAN + plan_bytes(PAIRS)) // 16) * 16
     AT_BAR = AT_RING + warps * stages * SIZE
     THREADS = warps * 32
-    STEP = blocks * warps
     expand, BIAS = (fp4x8_f16_cvt, 1.0) if chip in BLACKWELL else (fp4x8_f16_bits, FP4_BIAS)
 
-    @kernel(threads=THREADS, grid=(blocks,), shared=AT_BAR + warps * stages * 8, name=f"experts_down_{d}x{i}_r{rows}")
+    @kernel(threads=THREADS, grid=(SM_COUNT,), shared=AT_BAR + warps * stages * 8, name=f"experts_down_{d}x{i}_r{rows}")
     def down(w: s64, h: s64, sh: s64, plan: s64, y: s64, live: s32, k: s32) -> None:
         tid = int32(thread_index())
         lane = int32(tid & 31)
@@ -291,14 +295,15 @@ def make_down(
         stage_words(sm + AT_PLAN, plan, (PLAN_HEAD + groups * PLAN_RECORD) * 4, tid, THREADS)
         sync_threads()
         records = uint32(sm + AT_PLAN + PLAN_HEAD * 4)
-        item = int32(warp * blocks + block_index())
+        item = int32(warp * block_count() + block_index())
+        step = int32(block_count() * warps)
         last = int32(groups * ITEMS)
         ahead = item
         chunk = int32(0)
         for s in unroll(stages):
             if ahead < last and lane == 0:
                 ask(ring, bar, s, SIZE, w, records, ahead, chunk, ITEMS, CHUNKS, policy)
-            ahead, chunk = following(ahead, chunk, STEP, CHUNKS)
+            ahead, chunk = following(ahead, chunk, step, CHUNKS)
         stage_words(sm + AT_S, sh, live * k * SSTRIDE, tid, THREADS)
         if STAGE_X:
             stage_rows(sm, h, live * k, i, i, XSTRIDE, tid, THREADS)
@@ -323,7 +328,7 @@ def make_down(
                 sync_warp()
                 if ahead < last and lane == 0:
                     ask(ring, bar, stage, SIZE, w, records, ahead, chunk, ITEMS, CHUNKS, policy)
-                ahead, chunk = following(ahead, chunk, STEP, CHUNKS)
+                ahead, chunk = following(ahead, chunk, step, CHUNKS)
                 stage = int32(stage + 1)
                 if stage == stages:
                     stage = int32(0)
@@ -336,7 +341,7 @@ def make_down(
                     for r in unroll(2):
                         v = acc[0][2 * r + column] * BIAS
                         stg_u16(to + 16 * r, bf16x2(v, v))
-            item = int32(item + STEP)
+            item = int32(item + step)
 
     return down
 
@@ -345,8 +350,13 @@ def make_down(
 # one row's 432 items occupy enough warps); 16 and 24 staged rows leave room for fewer. down never has that problem.
 GATE_UP = {8: (16, 2), 16: (8, 3), 24: (8, 2), 48: (16, 2)}
 DOWN = (16, 2)
+SMALL = (4, 2)
 GATE_UP_CHUNK = 128
-SM_COUNT = 132
+
+
+def tile_for(label: str, rows: int) -> int:
+    """The row tile of the experts' kernels: small widths have one, as it decides only what is staged."""
+    return ROW_TILES[label][-1] if label == "small" else tile_of(label, rows)
 
 
 def entries(width: Width) -> list[Entry]:
@@ -354,11 +364,11 @@ def entries(width: Width) -> list[Entry]:
     spec, found = width.spec, []
     d, i, count = spec.hidden_size, spec.moe_intermediate_size, spec.n_routed_experts
     topk = max(spec.num_experts_per_tok, spec.dspark_num_experts_per_tok)
-    for rows in width.row_tiles:
-        shape = {"d": d, "i": i, "topk": topk, "rows": rows, "blocks": SM_COUNT}
-        warps, stages = GATE_UP[rows]
-        gate_up = {**shape, "limit": spec.swiglu_limit, "most": GATE_UP_CHUNK, "warps": warps, "stages": stages}
-        down = {**shape, "warps": DOWN[0], "stages": DOWN[1]}
+    for rows in sorted({tile_for(width.label, rows) for rows in width.row_tiles}):
+        shape = {"d": d, "i": i, "topk": topk, "rows": rows}
+        warps, stages = GATE_UP[rows] if width.label == "v41" else SMALL
+        gate_up = {**shape, "most": GATE_UP_CHUNK, "warps": warps, "stages": stages}
+        down = {**shape, "warps": warps if width.label == "small" else DOWN[0], "stages": DOWN[1]}
         expected = count * (1 - (1 - topk / count) ** rows)  # distinct experts of independent rows
         matrix, operations = int(expected * (d * i // 2 + d * i // 32)), 2 * rows * topk * d * i
         for part, factory, arguments, matrices in (

@@ -25,16 +25,21 @@ from dsuf.kernels.ptx.op import BLACKWELL
 
 ROWS = 16  # of a tile
 GROUP = 32  # columns of one scale
-BF16_CHUNK = 128  # columns of a bf16 chunk at most: 4 KB
+FP8_CHUNK = 256  # columns of a chunk at most: 4 KB
+BF16_CHUNK = 128
+SMALL_CHUNK, WIDE_K = 64, 1024  # K from WIDE_K on has full chunks
 FP8_SCALES = 16  # bytes of scales of an fp8 chunk, padded
 
 
-def chunk_width(k: int, most: int = 256) -> int:
-    """Columns of a chunk: the largest of 256, 128, 64 up to `most` that divides K. Raises ConfigError if none does."""
-    for width in (256, 128, 64):
-        if width <= most and k % width == 0:
-            return width
-    raise ConfigError(f"K is {k}; the kernels need a multiple of 64 columns.")
+def chunk_width(k: int, most: int = FP8_CHUNK) -> int:
+    """Columns of a chunk: `most` for real widths, 64 for small ones, so that one kernel serves every K of a width.
+
+    Raises ConfigError if it does not divide K.
+    """
+    width = most if k >= WIDE_K else SMALL_CHUNK
+    if k % width:
+        raise ConfigError(f"K is {k}; the kernels need a multiple of {width} columns.")
+    return width
 
 
 def fp8_chunk_bytes(k: int) -> int:
@@ -42,7 +47,7 @@ def fp8_chunk_bytes(k: int) -> int:
     return chunk_width(k) * ROWS + FP8_SCALES
 
 
-def fp4_chunk_bytes(k: int, most: int = 256) -> int:
+def fp4_chunk_bytes(k: int, most: int = FP8_CHUNK) -> int:
     """Bytes of one chunk of an fp4 weight with K columns."""
     width = chunk_width(k, most)
     return width * ROWS // 2 + width // GROUP * ROWS
@@ -66,7 +71,7 @@ def pack_fp8(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(np.concatenate([body, tail], axis=2))
 
 
-def pack_fp4(packed: np.ndarray, scales: np.ndarray, chip: str, most: int = 256) -> np.ndarray:
+def pack_fp4(packed: np.ndarray, scales: np.ndarray, chip: str, most: int = FP8_CHUNK) -> np.ndarray:
     """e2m1 pairs [N, K/2] and ue8m0 [N, K/32] -> uint8 [N/16, K/chunk, chunk bytes]. N a multiple of 16.
 
     Where the chip converts e2m1 itself a word holds codes in nibble order; for sm_90a the bits of each code stand where

@@ -7,17 +7,19 @@
     wo_a   the same, block-diagonal [groups * N, K]     bf16 [rows, groups, K]                              bf16
     bf16   bf16 [N, K] (pack_bf16)                      bf16 [rows, K]                                      float32
 
-y [rows, groups * N]. Buffers hold whole tiles of `rows` rows; the first `live` of them are computed, and what the
-others get means nothing.
+y [rows, groups * N] holds a whole tile of rows; the first `live` are read and computed, the others get copies. N, K,
+groups and team are arguments, so a kind and a row tile is one kernel; `launch_of` says how a weight is launched.
 
 Reference: dsuf.ops.product.product and grouped_product on dequantised operands.
 Bytes: the weights, once a launch; x and y are under 2 % of them (but logits). Operations: 2 rows groups N K.
 
-A block stages the activations it needs, then each warp walks its tiles alone. A `team` of warps shares a tile along K,
-each taking every team-th chunk; their sums meet in shared memory in warp order, whatever the number of rows.
+A block stages the activations it needs by one bulk copy a row, then each warp walks its tiles alone. A `team` of warps
+shares a tile along K, each taking every team-th chunk; their sums meet in shared memory in warp order, whatever the
+number of rows.
 
     hand-off            who writes      who waits         reused
     ring stage          bulk copy       its warp          once every lane of the warp has loaded it (sync_warp)
+    activations         bulk copies     all warps         never
     partial sums [2]    warps of team   warp 0 of team    two tiles later, behind the next tile's team barrier
 """
 
@@ -25,12 +27,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dsuf.errors import ConfigError
-from dsuf.kernels.catalogue import Entry, Width
+from dsuf.kernels.catalogue import Entry, Width, tile_of
 from dsuf.kernels.lang import Kernel, int32, int64, kernel, regs, s32, s64, uint32, unroll
-from dsuf.kernels.pack import BF16_CHUNK, bf16_chunk_bytes, chunk_width, fp8_chunk_bytes
+from dsuf.kernels.pack import BF16_CHUNK, FP8_CHUNK, FP8_SCALES, ROWS, chunk_width
 from dsuf.kernels.ptx.convert import bf16x2
-from dsuf.kernels.ptx.copy import fence_async, mbarrier_init, mbarrier_wait, policy_evict_first
+from dsuf.kernels.ptx.copy import (
+    bulk_load,
+    fence_async,
+    mbarrier_expect,
+    mbarrier_init,
+    mbarrier_wait,
+    policy_evict_first,
+)
 from dsuf.kernels.ptx.memory import lds_f32, shared_base, stg_f32, stg_u16, sts_f32
 from dsuf.kernels.ptx.sync import (
     block_count,
@@ -44,13 +52,10 @@ from dsuf.kernels.ptx.sync import (
 )
 from dsuf.kernels.stream import (
     bf16_chunk,
-    clear_words,
     fetch,
     fp8_chunk,
     fp8_chunk_bf16,
     scale_stride,
-    shared_stride,
-    stage_rows,
     stage_words,
 )
 from dsuf.ops.product import grouped_product, product
@@ -59,54 +64,58 @@ from dsuf.spec import Spec
 STAGED = 132 * 1024  # activations up to this size are copied to shared memory, larger ones are read through L1
 
 
+def row_stride(kind: str, k: int) -> int:
+    """Bytes between activation rows in shared memory: what part of a warp reads at once fills all banks."""
+    size, past = (k, 32) if kind == "q8" else (2 * k, 64)
+    return size + (past - size) % 128
+
+
 @dataclass(frozen=True)
 class Layout:
-    """Shared memory of a block: activations, their scales, rings, barriers, partial sums; offsets in bytes."""
+    """Shared memory of a block: rings, barriers, partial sums, activation scales, activations; offsets in bytes."""
 
-    staged: bool
-    x_stride: int
-    s_stride: int
-    chunk: int
-    sum: int  # bytes of a warp's partial sums
-    scales: int
-    ring: int
     barriers: int
     sums: int
-    size: int
+    scales: int
 
     @classmethod
-    def of(cls, k: int, rows: int, kind: str, warps: int, team: int, stages: int) -> Layout:
-        """Lay them one after the other."""
-        x_stride = shared_stride(k if kind == "q8" else 2 * k)
-        s_stride = scale_stride(k) if kind == "q8" else 0
-        chunk = bf16_chunk_bytes(k) if kind == "bf16" else fp8_chunk_bytes(k)
-        staged, partial = rows * x_stride <= STAGED, rows * 16 * 4
-        scales = rows * x_stride if staged else 0
-        ring = scales + rows * s_stride
-        barriers = ring + warps * stages * chunk
-        sums = barriers + warps * stages * 8
-        size = sums + (2 * warps * partial if team > 1 else 0)
-        return cls(staged, x_stride, s_stride, chunk, partial, scales, ring, barriers, sums, size)
+    def of(cls, rows: int, chunk_bytes: int, warps: int, stages: int) -> Layout:
+        """Lay them one after the other; the ring of a warp begins at warp * stages * chunk_bytes."""
+        barriers = warps * stages * chunk_bytes
+        sums = barriers + warps * stages * 8 + 16
+        return cls(barriers, sums, sums + 2 * warps * rows * 64)
+
+    def activations(self, kind: str, k: int, rows: int) -> int:
+        """Where the rows begin, after their scales."""
+        return self.scales + (-(-rows * scale_stride(k) // 16) * 16 if kind == "q8" else 0)
 
 
-def make(*, k: int, rows: int, kind: str, groups: int, warps: int, team: int, stages: int) -> Kernel:
-    """rows a multiple of 8 up to 48; warps a multiple of team, which has no more warps than a tile has chunks.
+def chunk_bytes_of(kind: str, chunk: int) -> int:
+    """Bytes of a chunk of so many columns."""
+    return chunk * ROWS * 2 if kind == "bf16" else chunk * ROWS + FP8_SCALES
 
-    N is an argument, so that weights of one K share a kernel; the grid must be a multiple of groups.
+
+def make(
+    *, kind: str, rows: int, chunk: int, warps: int, stages: int, staged: bool, most_k: int, min_blocks: int = 1
+) -> Kernel:
+    """rows a multiple of 8 up to 48; chunk the columns of a chunk; K a multiple of it, up to most_k.
+
+    The grid is a multiple of groups; team, a power of two, has no more warps than a tile has chunks and divides warps.
     """
-    WIDTH = chunk_width(k, BF16_CHUNK if kind == "bf16" else 256)
-    CHUNKS, COLUMNS, GROUPS32 = k // WIDTH, rows // 8, WIDTH // 32
+    COLUMNS, GROUPS32 = rows // 8, chunk // 32
     WEIGHTS_BF16, Q8 = kind == "bf16", kind == "q8"
-    LAYOUT = Layout.of(k, rows, kind, warps, team, stages)
-    SIZE, SUM, XSTRIDE, SSTRIDE, STAGE_X = LAYOUT.chunk, LAYOUT.sum, LAYOUT.x_stride, LAYOUT.s_stride, LAYOUT.staged
-    AT_S, AT_RING, AT_BAR, AT_SUM = LAYOUT.scales, LAYOUT.ring, LAYOUT.barriers, LAYOUT.sums
-    THREADS, TEAMS = warps * 32, warps // team
+    SIZE = chunk_bytes_of(kind, chunk)
+    LAYOUT = Layout.of(rows, SIZE, warps, stages)
+    AT_BAR, AT_SUM, AT_S, SUM = LAYOUT.barriers, LAYOUT.sums, LAYOUT.scales, rows * 64
+    AT_XBAR = AT_BAR + warps * stages * 8
+    THREADS = warps * 32
     XBYTES, YBYTES = 1 if Q8 else 2, 4 if WEIGHTS_BF16 else 2
-    XPITCH = groups * k * XBYTES
-    XSTEP = 8 * (XSTRIDE if STAGE_X else XPITCH)
+    PAST = 32 if Q8 else 64
+    SHARED = shared_of(kind, rows, chunk, warps, stages, staged, most_k)
+    NAME = f"project_{kind}_r{rows}" if staged else f"project_{kind}_direct_r{rows}"
 
-    @kernel(threads=THREADS, grid=(groups,), shared=LAYOUT.size, name=f"project_{kind}_{groups}x{k}_t{team}_r{rows}")
-    def project(w: s64, x: s64, sx: s64, y: s64, live: s32, n: s32) -> None:
+    @kernel(threads=THREADS, shared=SHARED, min_blocks=min_blocks, name=NAME)
+    def project(w: s64, x: s64, sx: s64, y: s64, live: s32, n: s32, k: s32, groups: s32, team: s32) -> None:
         tid = int32(thread_index())
         lane = int32(tid & 31)
         warp = int32(tid >> 5)
@@ -114,68 +123,87 @@ def make(*, k: int, rows: int, kind: str, groups: int, warps: int, team: int, st
         t = int32(lane & 3)
         crew = int32(warp // team)
         part = int32(warp - crew * team)
+        teams = int32(warps // team)
         block = int32(block_index())
         group = int32(block % groups)
         tiles = int32((n + 15) >> 4)
+        chunks = int32(k // chunk)
         outputs = int64(n) * groups
-        step = int32(block_count() // groups * TEAMS)
+        step = int32(block_count() // groups * teams)
         sm = shared_base()
         bar = uint32(sm + AT_BAR + warp * (stages * 8))
-        ring = uint32(sm + AT_RING + warp * (stages * SIZE))
+        ring = uint32(sm + warp * (stages * SIZE))
         if lane == 0:
             for s in unroll(stages):
                 mbarrier_init(uint32(bar + 8 * s), uint32(1))
+            if warp == 0:
+                mbarrier_init(uint32(sm + AT_XBAR), uint32(1))
             fence_async()
         sync_warp()
         # weights are asked for before the wait: they do not depend on the kernel before
         policy = policy_evict_first()
-        weights = w + int64(group) * tiles * (CHUNKS * SIZE)
-        tile = int32(block // groups * TEAMS + crew)
+        weights = w + int64(group) * tiles * chunks * SIZE
+        tile = int32(block // groups * teams + crew)
         ahead = tile  # tile and chunk that are fetched next
-        chunk = part
+        following = part
         for s in unroll(stages):
             if ahead < tiles and lane == 0:
-                fetch(ring, bar, s, SIZE, weights + (int64(ahead) * CHUNKS + chunk) * SIZE, policy)
-            chunk = int32(chunk + team)
-            if chunk >= CHUNKS:
-                chunk = part
+                fetch(ring, bar, s, SIZE, weights + (int64(ahead) * chunks + following) * SIZE, policy)
+            following = int32(following + team)
+            if following >= chunks:
+                following = part
                 ahead = int32(ahead + step)
         wait_for_previous_kernel()
         let_next_kernel_start()
-        if STAGE_X:
-            stage_rows(sm, x + int64(group) * (k * XBYTES), live, k * XBYTES, XPITCH, XSTRIDE, tid, THREADS)
-            clear_words(int32(sm + live * XSTRIDE), int32(sm + rows * XSTRIDE), tid, THREADS)
+        width = int32(k * XBYTES)
+        pitch = int64(groups) * width
+        own = x + int64(group) * width  # row 0 of my group
+        sstride = int32((((k >> 5) + 3) >> 2) << 2)
+        xs = regs(COLUMNS)  # where the lane finds row g of each column tile; rows beyond the live ones repeat the last
+        ss = regs(2 * COLUMNS, uint32(0))  # scales of rows 2t and 2t + 1
+        if staged:
+            stride = int32(width + ((PAST - width) & 127))
+            at_x = uint32(sm + AT_S)
+            if Q8:
+                at_x = uint32(at_x + ((rows * sstride + 15) & -16))
+            if tid == 0:
+                mbarrier_expect(uint32(sm + AT_XBAR), uint32(live * width))
+                for r in range(live):
+                    bulk_load(uint32(at_x + r * stride), own + r * pitch, uint32(width), uint32(sm + AT_XBAR))
+            for i in unroll(COLUMNS):
+                xs[i] = uint32(at_x + min(8 * i + g, live - 1) * stride + t * (8 * XBYTES))
+        else:
+            for i in unroll(COLUMNS):
+                xs[i] = own + (min(8 * i + g, live - 1) * pitch + t * (8 * XBYTES))
         if Q8:
-            stage_words(sm + AT_S, sx, live * SSTRIDE, tid, THREADS)
-            clear_words(int32(sm + AT_S + live * SSTRIDE), int32(sm + AT_S + rows * SSTRIDE), tid, THREADS)
+            stage_words(sm + AT_S, sx, live * sstride, tid, THREADS)
+            for i in unroll(COLUMNS):
+                for j in unroll(2):
+                    ss[2 * i + j] = uint32(sm + AT_S + min(8 * i + 2 * t + j, live - 1) * sstride)
         sync_threads()
-        scales = uint32(sm + AT_S + 2 * t * SSTRIDE)
+        if staged:
+            mbarrier_wait(uint32(sm + AT_XBAR), uint32(0))
         stage = int32(0)
         phase = int32(0)
         turn = int32(0)
         while tile < tiles:
             acc = regs(COLUMNS, (0.0, 0.0, 0.0, 0.0))
             c = part
-            while c < CHUNKS:
+            while c < chunks:
                 mbarrier_wait(uint32(bar + 8 * stage), uint32(phase))
                 at = uint32(ring + stage * SIZE)
-                if STAGE_X:
-                    xa = int64(sm + g * XSTRIDE + (t * 8 + c * WIDTH) * XBYTES)
-                else:
-                    xa = x + (int64(g) * XPITCH + (int64(group) * k + t * 8 + c * WIDTH) * XBYTES)
                 if Q8:
-                    fp8_chunk(acc, at, COLUMNS, GROUPS32, lane, xa, XSTEP, uint32(scales + c * GROUPS32), SSTRIDE,
-                              8 * SSTRIDE, STAGE_X)  # fmt: skip
+                    fp8_chunk(acc, at, COLUMNS, GROUPS32, lane, xs, c * (chunk * XBYTES), ss, c * GROUPS32, staged)
                 elif WEIGHTS_BF16:
-                    bf16_chunk(acc, at, COLUMNS, GROUPS32, lane, xa, XSTEP, STAGE_X)
+                    bf16_chunk(acc, at, COLUMNS, GROUPS32, lane, xs, c * (chunk * XBYTES), staged)
                 else:
-                    fp8_chunk_bf16(acc, at, COLUMNS, GROUPS32, lane, xa, XSTEP, STAGE_X)
+                    fp8_chunk_bf16(acc, at, COLUMNS, GROUPS32, lane, xs, c * (chunk * XBYTES), staged)
                 sync_warp()
                 if ahead < tiles and lane == 0:
-                    fetch(ring, bar, stage, SIZE, weights + (int64(ahead) * CHUNKS + chunk) * SIZE, policy)
-                chunk = int32(chunk + team)
-                if chunk >= CHUNKS:
-                    chunk = part
+                    fetch(ring, bar, stage, SIZE, weights + (int64(ahead) * chunks + following) * SIZE, policy)
+                following = int32(following + team)
+                if following >= chunks:
+                    following = part
                     ahead = int32(ahead + step)
                 stage = int32(stage + 1)
                 if stage == stages:
@@ -190,7 +218,7 @@ def make(*, k: int, rows: int, kind: str, groups: int, warps: int, team: int, st
                             sts_f32(uint32(sums + part * SUM + (4 * i + j) * 128), acc[i][j])
                 sync_named(uint32(1 + crew), uint32(32 * team))
                 if part == 0:
-                    for p in unroll(1, team):
+                    for p in range(1, team):
                         for i in unroll(COLUMNS):
                             acc[i] = (
                                 acc[i][0] + lds_f32(uint32(sums + p * SUM + i * 512)),
@@ -214,14 +242,30 @@ def make(*, k: int, rows: int, kind: str, groups: int, warps: int, team: int, st
     return project
 
 
-# By rule, unmeasured, one for all chips. `team` has as many warps a tile as it takes to occupy 132 SMs x 8 warps with
-# the narrowest weight of a K, two chunks a warp at least; it orders sums, so it must not follow from rows. The head,
-# with 8,080 tiles, does not share a kernel with the router. The first of LAYOUTS (warps, stages) that fits is taken:
-# two stages beat more in the fp4 probe, and accumulators of many rows need the registers of half as many warps.
+def shared_of(kind: str, rows: int, chunk: int, warps: int, stages: int, staged: bool, k: int) -> int:
+    """Shared memory of a block for weights of K columns."""
+    at = Layout.of(rows, chunk_bytes_of(kind, chunk), warps, stages).activations(kind, k, rows)
+    return at + (rows * row_stride(kind, k) if staged else 0)
+
+
+# By rule, one for all chips. `team` has as many warps a tile as it takes to occupy 132 SMs x 8 warps with the weight
+# alone; it orders sums, so it follows from the weight, never from rows. Two stages beat more in the fp4 probe, and
+# accumulators of many rows need the registers of half as many warps.
+TUNED = {8: (16, 2), 16: (8, 2), 24: (8, 2), 48: (8, 2)}  # rows: warps, stages
+DIRECT = {8: (16, 2), 16: (8, 4), 24: (8, 4), 48: (8, 4)}
+SMALL = (4, 2)
 SM_COUNT = 132
-LAYOUTS = ((16, 2), (8, 4), (8, 3), (8, 2))
 SHARED_LIMIT = 227 * 1024
-WIDE_TILES = 4096
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a projection is launched; `arguments` follow w, x, sx, y, live."""
+
+    name: str
+    grid: tuple[int, int]
+    shared: int
+    arguments: tuple[int, int, int, int]  # n, k, groups, team
 
 
 @dataclass(frozen=True)
@@ -238,23 +282,12 @@ class Projection:
         """Tiles of 16 rows, all groups."""
         return self.groups * -(-self.n // 16)
 
-    @property
-    def wanted_team(self) -> int:
-        """Warps that share a tile, so that the weight alone occupies the machine."""
-        chunks = self.k // chunk_width(self.k, BF16_CHUNK if self.kind == "bf16" else 256)
+    def team(self, chunk: int, warps: int) -> int:
+        """Warps that share a tile, so that the weight alone occupies the machine; two chunks a warp at least."""
         team = 1
-        while self.tiles * team < SM_COUNT * 8 and team < 8 and chunks >= 2 * 2 * team:  # two chunks a warp at least
+        while self.tiles * team < SM_COUNT * 8 and team < min(8, warps) and self.k // chunk >= 2 * 2 * team:
             team *= 2
         return team
-
-    @property
-    def kernel(self) -> str:
-        """Name of the kernel that computes it, without width and rows."""
-        return f"project.{self.kind}_{self.k}" + ("_wide" if self.tiles >= WIDE_TILES else "")
-
-    def blocks(self, warps: int, team: int) -> int:
-        """Grid of a launch of a kernel with so many warps a block and a team."""
-        return min(SM_COUNT // self.groups, max(1, -(-self.tiles * team // warps // self.groups))) * self.groups
 
     def floor(self, rows: int) -> tuple[int, int]:
         """Bytes and operations of a launch."""
@@ -263,12 +296,30 @@ class Projection:
         return weight + rows * self.groups * (self.k + 2 * self.n), 2 * rows * self.groups * self.n * self.k
 
 
-def layout_for(k: int, rows: int, kind: str, team: int) -> dict[str, int]:
-    """Warps and stages of a kernel."""
-    for warps, stages in LAYOUTS:
-        if (warps < 16 or rows <= 8) and Layout.of(k, rows, kind, warps, team, stages).size <= SHARED_LIMIT:
-            return {"warps": warps, "stages": stages}
-    raise ConfigError(f"a projection of {rows} rows of {k} columns needs more than {SHARED_LIMIT} bytes of a block")
+def shape_for(label: str, kind: str, rows: int, k: int) -> dict[str, int | bool | str]:
+    """Factory arguments, but for most_k, of the kernel that multiplies a tile of rows by weights of K columns."""
+    chunk = chunk_width(k, BF16_CHUNK if kind == "bf16" else FP8_CHUNK)
+    warps, stages = SMALL if label == "small" else TUNED[rows]
+    staged = shared_of(kind, rows, chunk, warps, stages, True, k) <= SHARED_LIMIT
+    if not staged:
+        warps, stages = DIRECT[rows]
+    return {"kind": kind, "rows": rows, "chunk": chunk, "warps": warps, "stages": stages, "staged": staged}
+
+
+def name_of(label: str, shape: dict[str, int | bool | str]) -> str:
+    """Catalogue name of such a kernel."""
+    return f"project.{shape['kind']}{'' if shape['staged'] else '_direct'}/{label}/r{shape['rows']}"
+
+
+def launch_of(label: str, one: Projection, rows: int) -> Launch:
+    """The launch of a projection for so many rows, on kernels of a width."""
+    shape = shape_for(label, one.kind, tile_of(label, rows), one.k)
+    warps = shape["warps"]
+    chunk, most = shape["chunk"], min(warps, SMALL[0] if label == "small" else 8)
+    team = one.team(chunk, most)
+    blocks = min(SM_COUNT // one.groups, max(1, -(-one.tiles * team // warps // one.groups))) * one.groups
+    size = shared_of(one.kind, shape["rows"], chunk, warps, shape["stages"], shape["staged"], one.k)
+    return Launch(name_of(label, shape), (blocks, 1), size, (one.n, one.k, one.groups, team))
 
 
 def projections(spec: Spec) -> dict[str, Projection]:
@@ -286,6 +337,7 @@ def projections(spec: Spec) -> dict[str, Projection]:
         "engram_wkv": Projection((spec.hc_mult + 1) * d, engram, "q8"),
         "main_proj": Projection(d, len(spec.dspark_target_layer_ids) * d, "q8"),
         "gate": Projection(spec.n_routed_experts, d, "bf16"),
+        "draft_gate": Projection(spec.dspark_n_routed_experts, d, "bf16"),
         "compressor": Projection(spec.head_dim, d, "bf16"),
         "compressor_gated": Projection(2 * spec.head_dim, d, "bf16"),
         "index_weights": Projection(spec.index_n_heads, d, "bf16"),
@@ -294,18 +346,16 @@ def projections(spec: Spec) -> dict[str, Projection]:
 
 
 def entries(width: Width) -> list[Entry]:
-    """One kernel for each kind and K (and the head's) and row tile; its floor is that of its largest weight."""
-    uses: dict[str, list[Projection]] = {}
-    for one in projections(width.spec).values():
-        uses.setdefault(one.kernel, []).append(one)
-    found = []
-    for name, weights in uses.items():
-        one = max(weights, key=lambda w: w.n)
-        team = max(w.wanted_team for w in weights)
+    """One kernel for each kind and row tile, a second where some weight's activations do not fit a block."""
+    found: dict[str, Entry] = {}
+    for one in sorted(projections(width.spec).values(), key=lambda one: one.k):
         for rows in width.row_tiles:
-            shape = {"k": one.k, "rows": rows, "kind": one.kind, "groups": one.groups, "team": team}
-            shape |= layout_for(one.k, rows, one.kind, team)
-            reference = grouped_product if one.groups > 1 else product
-            label = f"{name}/{width.label}/r{rows}"
-            found.append(Entry(label, make, shape, width.chips, reference, *one.floor(rows)))
-    return found
+            shape = shape_for(width.label, one.kind, rows, one.k)
+            name = name_of(width.label, shape)
+            if name in found and one.floor(rows) < (found[name].floor_bytes, found[name].floor_operations):
+                shape, floor = {**shape, "most_k": one.k}, (found[name].floor_bytes, found[name].floor_operations)
+            else:
+                shape, floor = {**shape, "most_k": one.k}, one.floor(rows)
+            reference = grouped_product if one.kind == "wo_a" else product
+            found[name] = Entry(name, make, shape, width.chips, reference, *floor)
+    return list(found.values())

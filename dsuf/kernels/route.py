@@ -5,7 +5,9 @@
 
 z float32 [rows, E] (project.bf16 of the gate), bias float32 [2, E] (text, image), image int32 [rows] (0 or 1), sequence
 int32 [rows] (negative: inactive row, its experts are -1). experts int32 [rows, k], weights float32 [rows, k], plan as
-experts.py describes. Reference: dsuf.ops.route.route. One block, because the plan needs every row; latency decides.
+experts.py describes. E, k and scaling are arguments. counter: address of a u32 that grows by the number of distinct
+experts chosen (0: not counted). Reference: dsuf.ops.route.route. One block, because the plan needs every row; latency
+decides.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any
 
 from dsuf.kernels.catalogue import Entry, Width
 from dsuf.kernels.experts import make_groups
-from dsuf.kernels.lang import Kernel, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
+from dsuf.kernels.lang import Kernel, f32, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
 from dsuf.kernels.ptx.convert import as_bits, div, exp2_approx, fabs, fma, fmax, sqrt
 from dsuf.kernels.ptx.memory import ldg_f32, ldg_u32, lds_f32, ldw_f32, shared_base, stg_f32, stg_u32, sts_f32, sts_u32
 from dsuf.kernels.ptx.sync import (
@@ -33,7 +35,7 @@ from dsuf.ops.route import route
 LOG2_E = 1.4426950408889634
 LOWEST = -3.0e38
 WARPS = 16
-MOST_CHOSEN = 8
+MOST_EXPERTS, MOST_CHOSEN, MOST_ROWS = 384, 6, 48
 
 
 @inline
@@ -59,20 +61,21 @@ def ordered(x: Any) -> Any:
     return uint32(b ^ (0x80000000 if b < 0x80000000 else 0xFFFFFFFF))
 
 
-def make(*, experts: int, topk: int, rows: int, scaling: float) -> Kernel:
-    """experts up to 1,024, topk up to 8, rows * topk up to 512."""
-    THREADS, PER_LANE, PAIRS = WARPS * 32, -(-experts // 32), rows * topk
+def make(*, most_experts: int, most_chosen: int, rows: int) -> Kernel:
+    """most_experts up to 1,024, most_chosen up to 8, rows * most_chosen up to 512."""
+    THREADS, PER_LANE, PAIRS = WARPS * 32, -(-most_experts // 32), rows * most_chosen
     AT_LEADERS, AT_SORT = 4 * PAIRS, 8 * PAIRS
 
-    @kernel(threads=THREADS, shared=AT_SORT + WARPS * 8 * MOST_CHOSEN, name=f"route_{experts}_{topk}_r{rows}")
+    @kernel(threads=THREADS, shared=AT_SORT + WARPS * 8 * most_chosen, name=f"route_{most_experts}_r{rows}")
     def route_rows(
-        z: s64, bias: s64, image: s64, sequence: s64, chosen: s64, weights: s64, plan: s64, live: s32
-    ) -> None:
+        z: s64, bias: s64, image: s64, sequence: s64, chosen: s64, weights: s64, plan: s64, counter: s64, live: s32,
+        experts: s32, topk: s32, scaling: f32,
+    ) -> None:  # fmt: skip
         tid = int32(thread_index())
         lane = int32(tid & 31)
         warp = int32(tid >> 5)
         sm = shared_base()
-        sort = uint32(sm + AT_SORT + warp * (8 * MOST_CHOSEN))
+        sort = uint32(sm + AT_SORT + warp * (8 * most_chosen))
         wait_for_previous_kernel()
         let_next_kernel_start()
         for row in range(warp, live, WARPS):
@@ -106,7 +109,7 @@ def make(*, experts: int, topk: int, rows: int, scaling: float) -> Kernel:
                 mine = int32(winner if lane == j else mine)
                 mine_s = winner_s if lane == j else mine_s
             rank = int32(0)
-            for j in unroll(topk):
+            for j in range(topk):
                 rank = int32(rank + (1 if int32(shuffle_u32(uint32(mine), uint32(j))) < mine else 0))
             sync_warp()
             if lane < topk:
@@ -115,7 +118,7 @@ def make(*, experts: int, topk: int, rows: int, scaling: float) -> Kernel:
             sync_warp()
             if lane < topk:
                 total = lds_f32(uint32(sort + 4))
-                for j in unroll(1, topk):
+                for j in range(1, topk):
                     total = total + lds_f32(uint32(sort + 8 * j + 4))
                 pair = int32(row * topk + rank)
                 number = int32(mine if active else -1)
@@ -123,21 +126,15 @@ def make(*, experts: int, topk: int, rows: int, scaling: float) -> Kernel:
                 stg_f32(weights + int64(pair) * 4, mine_s * div(scaling, total + 1e-20))
                 sts_u32(uint32(sm + pair * 4), uint32(number))
         sync_threads()
-        make_groups(sm, uint32(sm + AT_LEADERS), plan, tid, int32(live * topk))
+        make_groups(sm, uint32(sm + AT_LEADERS), plan, counter, tid, int32(live * topk))
 
     return route_rows
 
 
 def entries(width: Width) -> list[Entry]:
-    """Routers of the backbone and the drafter."""
-    spec, found = width.spec, []
-    for name, experts, topk in (
-        ("route", spec.n_routed_experts, spec.num_experts_per_tok),
-        ("draft_route", spec.dspark_n_routed_experts, spec.dspark_num_experts_per_tok),
-    ):
-        rows = max(width.row_tiles)
-        shape = {"experts": experts, "topk": topk, "rows": rows, "scaling": spec.routed_scaling_factor}
-        found.append(
-            Entry(f"{name}/{width.label}", make, shape, width.chips, route, rows * experts * 4, rows * experts * 30)
-        )
-    return found
+    """One router for backbone and drafter of every checkpoint."""
+    if width.label != "v41":
+        return []
+    shape = {"most_experts": MOST_EXPERTS, "most_chosen": MOST_CHOSEN, "rows": MOST_ROWS}
+    scores = MOST_ROWS * width.spec.n_routed_experts
+    return [Entry("route", make, shape, width.chips, route, 4 * scores, 30 * scores)]

@@ -91,26 +91,25 @@ def scale_words(word: Any, c: Any, address: Any, groups: Any) -> None:
 
 @inline
 def fp8_chunk(
-    acc: Any, at: Any, tiles: Any, groups: Any, lane: Any, x: Any, x_step: Any, s: Any, s_next: Any, s_step: Any,
-    staged: Any,
+    acc: Any, at: Any, tiles: Any, groups: Any, lane: Any, xs: Any, x_at: Any, ss: Any, s_at: Any, staged: Any
 ) -> None:  # fmt: skip
     """acc[c] += the fp8 chunk at `at` times quantised activations, for column tiles c.
 
-    x: the lane's address in row g of tile 0 (shared if staged, else global), x_step: distance of 8 rows; s: shared
-    address of the scales of row 2t, s_next: distance to row 2t + 1, s_step: of 8 rows.
+    xs[c]: the lane's address in row g of tile c (shared if staged, else global); ss[2c], ss[2c + 1]: shared addresses
+    of the scales of rows 2t and 2t + 1; x_at and s_at: bytes from there to the chunk.
     """
     f = lds_u32x2(uint32(at + groups * 512))
     s0 = regs(2 * tiles, uint32(0))
     s1 = regs(2 * tiles, uint32(0))
     for c in unroll(tiles):
-        scale_words(s0, c, uint32(s + c * s_step), groups)
-        scale_words(s1, c, uint32(s + c * s_step + s_next), groups)
+        scale_words(s0, c, uint32(ss[2 * c] + s_at), groups)
+        scale_words(s1, c, uint32(ss[2 * c + 1] + s_at), groups)
     for q in unroll(groups):
         a = lds_u32x4(uint32(at + q * 512 + lane * 16))
         w = ue8m0[q % 4](f[q // 4])
         for c in unroll(tiles):
             b = regs(2)
-            at_x = x + (c * x_step + q * 32)
+            at_x = xs[c] + (x_at + q * 32)
             b = lds_u32x2(uint32(at_x)) if staged else ldg_u32x2(at_x)
             p = mma_e4m3(a, b, (0.0, 0.0, 0.0, 0.0))
             x0 = ue8m0[q % 4](s0[2 * c + q // 4])
@@ -119,7 +118,7 @@ def fp8_chunk(
 
 @inline
 def fp8_chunk_bf16(
-    acc: Any, at: Any, tiles: Any, groups: Any, lane: Any, x: Any, x_step: Any, staged: Any
+    acc: Any, at: Any, tiles: Any, groups: Any, lane: Any, xs: Any, x_at: Any, staged: Any
 ) -> None:  # fmt: skip
     """The same for bf16 activations: the weights become bf16 (exact), their scale is applied to each group's sum."""
     f = lds_u32x2(uint32(at + groups * 512))
@@ -132,7 +131,7 @@ def fp8_chunk_bf16(
         w = ue8m0[q % 4](f[q // 4])
         for c in unroll(tiles):
             b = regs(4)
-            at_x = x + (c * x_step + q * 64)
+            at_x = xs[c] + (x_at + q * 64)
             b = lds_u32x4(uint32(at_x)) if staged else ldg_u32x4(at_x)
             p = mma_bf16((top0[0], low0[0], top0[1], low0[1]), (b[0], b[1]), (0.0, 0.0, 0.0, 0.0))
             p = mma_bf16((top1[0], low1[0], top1[1], low1[1]), (b[2], b[3]), p)
@@ -140,13 +139,14 @@ def fp8_chunk_bf16(
 
 
 @inline
-def bf16_chunk(acc: Any, at: Any, tiles: Any, groups: Any, lane: Any, x: Any, x_step: Any, staged: Any) -> None:
+def bf16_chunk(acc: Any, at: Any, tiles: Any, groups: Any, lane: Any, xs: Any, x_at: Any, staged: Any) -> None:
     """acc[c] += the bf16 chunk at `at` times bf16 activations; no scales, so the tensor core keeps the sums."""
     for q in unroll(groups):
         a0 = lds_u32x4(uint32(at + q * 1024 + lane * 16))
         a1 = lds_u32x4(uint32(at + q * 1024 + 512 + lane * 16))
         for c in unroll(tiles):
-            at_x = x + (c * x_step + q * 64)
+            b = regs(4)
+            at_x = xs[c] + (x_at + q * 64)
             b = lds_u32x4(uint32(at_x)) if staged else ldg_u32x4(at_x)
             acc[c] = mma_bf16(a0, (b[0], b[1]), acc[c])
             acc[c] = mma_bf16(a1, (b[2], b[3]), acc[c])

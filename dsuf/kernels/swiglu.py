@@ -2,7 +2,8 @@
 
     h = silu(min(g, limit)) clamp(u, -limit, limit), bf16;  codes, scales = q8(h)
 
-y bf16 [rows, 2 I] = (g, u) from one projection; codes e4m3 [rows, I], scales ue8m0 [rows, scale_stride(I)].
+y bf16 [rows, 2 I] = (g, u) from one projection; codes e4m3 [rows, I], scales ue8m0 [rows, scale_stride(I)]. I, a
+multiple of 32, and limit are arguments; grid (ceil I / 512, rows).
 Reference: dsuf.ops.expert.swiglu, ops.qdq.q8_encode. Bytes: 5 I a row: latency decides. A thread makes four channels.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from dsuf.kernels.catalogue import Entry, Width
 from dsuf.kernels.experts import silu
-from dsuf.kernels.lang import Kernel, int32, int64, kernel, regs, s64, uint32, unroll
+from dsuf.kernels.lang import Kernel, f32, int32, int64, kernel, regs, s32, s64, uint32, unroll
 from dsuf.kernels.latents import MOST_ROWS
 from dsuf.kernels.ptx.convert import bf16_high, bf16_low, e4m3x2, fabs, fmax, fmin, round_bf16
 from dsuf.kernels.ptx.memory import ldg_u32x2, stg_u8, stg_u32
@@ -22,19 +23,18 @@ from dsuf.kernels.ptx.sync import (
     wait_for_previous_kernel,
 )
 from dsuf.kernels.quantise import inverse_scale, max_over, q8_exponent
-from dsuf.kernels.stream import scale_stride
 from dsuf.ops.expert import swiglu
 
 THREADS = 128
+SPAN = 4 * THREADS  # channels of a block
 SCALE_LANES = (1, 2, 4)
 
 
-def make(*, i: int, limit: float) -> Kernel:
-    """i a multiple of 32."""
-    SETS, STRIDE = -(-i // (4 * THREADS)), scale_stride(i)
+def make() -> Kernel:
+    """A thread four channels."""
 
-    @kernel(threads=THREADS, grid=(SETS, MOST_ROWS), name=f"swiglu_{i}")
-    def activate(y: s64, codes: s64, scales: s64) -> None:
+    @kernel(threads=THREADS, grid=(1, MOST_ROWS), name="swiglu")
+    def activate(y: s64, codes: s64, scales: s64, i: s32, limit: f32) -> None:
         channel = int32(4 * (block_index() * THREADS + thread_index()))
         row = int64(block_index_y())
         wait_for_previous_kernel()
@@ -54,13 +54,14 @@ def make(*, i: int, limit: float) -> Kernel:
         if channel < i:
             stg_u32(codes + row * i + channel, uint32(e4m3x2(v[1] * f, v[0] * f) | e4m3x2(v[3] * f, v[2] * f) << 16))
             if thread_index() & 7 == 0:
-                stg_u8(scales + row * STRIDE + (channel >> 5), e)
+                stg_u8(scales + row * (((i >> 5) + 3) // 4 * 4) + (channel >> 5), e)
 
     return activate
 
 
 def entries(width: Width) -> list[Entry]:
-    """The shared expert's activation."""
-    i, shape = width.spec.moe_intermediate_size, {"limit": width.spec.swiglu_limit}
-    size = MOST_ROWS * i
-    return [Entry(f"swiglu/{width.label}", make, shape | {"i": i}, width.chips, swiglu, 5 * size, 12 * size)]
+    """The shared expert's activation, of any width."""
+    if width.label != "v41":
+        return []
+    size = MOST_ROWS * width.spec.moe_intermediate_size
+    return [Entry("swiglu", make, {}, width.chips, swiglu, 5 * size, 12 * size)]

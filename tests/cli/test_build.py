@@ -30,7 +30,7 @@ BAD = Row("experts.c/v41/r8", "sm_90a", 255, 0, 96, 4.0, cached=False, problem="
 
 def test_a_kernel_is_compiled_once_and_can_be_taken_along(environ, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("DSUF_CACHE", str(tmp_path / "cache"))
-    name = min(name for name, chip in build_all.selected(["sm_90a"]) if "/tiny/" in name)
+    name = min(name for name, chip in build_all.selected(["sm_90a"]) if "/small/" in name)
     monkeypatch.setattr(build_all, "selected", lambda chips: [(name, chip) for chip in chips])
     flags = ["build", "--sm", "sm_90a", "--out", str(tmp_path / "out")]
     assert run_command(flags) == 0

@@ -95,7 +95,7 @@ class Gpu:
         for array, buffer in zip(arrays, buffers, strict=True):
             check(driver.cuMemcpyHtoD(int(buffer.handle), array.ctypes.data, array.nbytes))
         places = [(a.ctypes.data, a.nbytes, int(b.handle)) for a, b in zip(arrays, buffers, strict=True)]
-        values = [there(places, a.ctypes.data if isinstance(a, np.ndarray) else int(a)) for a in arguments]
+        values = [there(places, a.ctypes.data if isinstance(a, np.ndarray) else a) for a in arguments]
         launcher.launch(self.stream, *values, grid=grid or kernel.grid)  # kernels that differ in grid alone share code
         self.stream.sync()
         for array, buffer in zip(arrays, buffers, strict=True):
@@ -114,7 +114,7 @@ class Gpu:
         return self.launchers[file.name]
 
 
-def there(places: list[tuple[int, int, int]], value: int) -> int:
+def there(places: list[tuple[int, int, int]], value: int | float) -> int | float:
     """A host address inside one of the arrays becomes the device's; any other number stays."""
     for first, size, device in places:
         if first <= value < first + size:

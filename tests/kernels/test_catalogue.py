@@ -26,7 +26,7 @@ def test_every_entry_expands_fits_a_block_and_states_its_floor():
 
 
 def test_second_build_reads_the_index_and_a_changed_source_does_not_use_it(tmp_path, monkeypatch):
-    work = build_all.selected(["sm_90a"], ["latents/tiny"])
+    work = build_all.selected(["sm_90a"], ["latents/small"])
     rows: list[build_all.Row] = []
     first = build_all.build_catalogue(work, tmp_path, 1, rows.append)
     assert [r.cached for r in rows] == [False] and first.keys() == set(work)

@@ -129,16 +129,3 @@ def test_rows_before_keep_from_leave_no_pair():
     kept = ~np.isnan(source.pairs[0]).any(axis=1)
     assert np.flatnonzero(kept).tolist() == [7] and np.array_equal(source.pairs[0, 7], y[3])
     source.check(0, 3, y[2:])
-
-
-def test_swiglu_agrees_with_the_op():
-    from dsuf.kernels import swiglu
-    from dsuf.kernels.stream import scale_stride
-    from dsuf.ops.expert import swiglu as op
-
-    rng = np.random.default_rng(3)
-    y, limit = formats.float32_to_bf16(rng.standard_normal((3, 128)) * 8), 10.0
-    codes, scales = np.zeros((3, 64), np.uint8), np.zeros((3, scale_stride(64)), np.uint8)
-    execute(swiglu.make(i=64, limit=limit), [y, codes, scales], grid=(1, 3))
-    want_codes, want_scales = qdq.q8_encode(formats.round_bf16(op(values(y), limit)))
-    assert np.array_equal(scales[:, :2], want_scales) and (codes == want_codes).mean() > 0.98

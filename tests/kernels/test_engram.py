@@ -25,7 +25,8 @@ def test_embedding_fills_four_streams_and_the_history():
     class_map = rng.integers(0, 30, V).astype(np.int32)
     history = np.full((2, family.HISTORY), -5, np.int32)
     token, sequence, position = (np.array(v, np.int32) for v in ([7, 8, 49], [1, -1, 0], [3, 4, 131]))
-    execute(family.make_embed(d=D), [token, sequence, position, table, streams, class_map, history], grid=(1, 3))
+    operands = [token, sequence, position, table, streams, class_map, history, D]
+    execute(family.make_embed(), operands, grid=(1, 3))
     assert (streams[0] == table[7]).all() and (streams[2] == table[49]).all() and not streams[1].any()
     assert history[1, 3] == class_map[7] and history[0, 131 % family.HISTORY] == class_map[49]
     assert (history == -5).sum() == history.size - 2
@@ -44,13 +45,14 @@ def test_rows_are_hashed_fetched_and_quantised(layer: int):
     history = np.full((1, family.HISTORY), 12345, np.int32)
     codes = np.zeros((9, columns * width), np.uint8)
     scales = np.zeros((9, scale_stride(columns * width)), np.uint8)
-    kernel = family.make_gather(ngram=ngram, heads=TINY.engram_n_heads, width=width, pad_class=pad)
+    kernel = family.make_gather(ngram=ngram)
     for row in range(9):  # each row with the history as it stands then
         seen = np.arange(max(position[row] - family.HISTORY + 1, 0), position[row] + 1)
         history[0, seen % family.HISTORY] = classes[seen]
         out = [codes[row : row + 1], scales[row : row + 1]]
         execute(kernel, [history, sequence[row : row + 1].copy(), position[row : row + 1].copy(),
-                         family.constants(constants), table, table_scales, *out], grid=(columns, 1))  # fmt: skip
+                         family.constants(constants), table, table_scales, *out, TINY.engram_n_heads, width, pad],
+                grid=(columns, 1))  # fmt: skip
     for row in range(8):
         before = [classes[p] if p >= 0 else BLOCKED for p in range(position[row] - ngram + 1, position[row] + 1)]
         t = op.ngram_classes(np.array(before), ngram, pad)
@@ -67,7 +69,8 @@ def test_gate_agrees_with_the_op():
     streams, kv = bf16(rng, rows, 4, D), bf16(rng, rows, 5 * D)
     qk = rng.standard_normal((4, D)).astype(np.float32)
     before = values(streams)
-    execute(family.make_gate(d=D, eps=EPS), [streams, kv, qk, np.array([0, -1, 2], np.int32)], grid=(rows, 1))
+    kernel = family.make_gate(most_d=256, eps=EPS)
+    execute(kernel, [streams, kv, qk, np.array([0, -1, 2], np.int32), D], grid=(rows, 1))
     keys, value = values(kv[:, : 4 * D]).reshape(rows, 4, D), values(kv[:, 4 * D :])
     want = before + op.gate(before, keys, qk.astype(float), EPS) * value[:, None]
     want[1] = before[1]

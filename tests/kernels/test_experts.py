@@ -54,12 +54,12 @@ def run_layer(layer: Layer, x, chosen, weights, tile: int, chip: str, most: int 
     plan, pairs = plan_of(chosen, tile), tile * topk
     h, sh = np.full((pairs, i), 0x7F, np.uint8), np.full((pairs, scale_stride(i)), 255, np.uint8)
     y = np.full((pairs, d), 0x7FC0, np.uint16)
-    shape = {"d": d, "i": i, "topk": 3, "rows": tile, "chip": chip, "warps": 2, "stages": 2, "blocks": 2}
+    shape = {"d": d, "i": i, "topk": 3, "rows": tile, "chip": chip, "warps": 2, "stages": 2}
     all_weights = np.zeros(pairs, np.float32)
     all_weights[: rows * topk] = weights.ravel()
-    gate_up = family.make_gate_up(limit=LIMIT, most=most, **shape)
-    execute(gate_up, [layer.w13, codes, scales, plan, all_weights, h, sh, rows, topk])
-    execute(family.make_down(**shape), [layer.w2, h, sh, plan, y, rows, topk])
+    gate_up = family.make_gate_up(most=most, **shape)
+    execute(gate_up, [layer.w13, codes, scales, plan, all_weights, h, sh, rows, topk, LIMIT], grid=(2, 1))
+    execute(family.make_down(**shape), [layer.w2, h, sh, plan, y, rows, topk], grid=(2, 1))
     return exact, h, sh, y
 
 
@@ -94,12 +94,12 @@ def test_experts_agree_with_the_op(chip: str, rows: int, tile: int):
     check_layer(layer, exact, *out, chosen, weights)
 
 
-def test_wider_experts_with_narrow_chunks():
+def test_wider_experts_with_full_chunks():
     rng = np.random.default_rng(3)
-    layer = Layer(rng, 512, 256, "sm_90a", most=128)
+    layer = Layer(rng, 1024, 64, "sm_90a", most=128)
     chosen = np.array([[0, 4], [2, 4]], np.int32)
     weights = rng.uniform(0.1, 1.5, chosen.shape).astype(np.float32)
-    exact, *out = run_layer(layer, rng.standard_normal((2, 512)), chosen, weights, 8, "sm_90a", most=128)
+    exact, *out = run_layer(layer, rng.standard_normal((2, 1024)), chosen, weights, 8, "sm_90a", most=128)
     check_layer(layer, exact, *out, chosen, weights)
 
 

@@ -9,14 +9,17 @@ from dsuf.kernels import experts, route
 from dsuf.ops.route import route as op
 from tests.kernels.helpers import assert_near, execute
 
+KERNEL = route.make(most_experts=route.MOST_EXPERTS, most_chosen=route.MOST_CHOSEN, rows=route.MOST_ROWS)
+
 
 def run(z: np.ndarray, bias: np.ndarray, topk: int, image: np.ndarray, sequence: np.ndarray):
     rows, count = z.shape
     tile = -(-rows // 8) * 8
     chosen, weights = np.full((rows, topk), -9, np.int32), np.zeros((rows, topk), np.float32)
     plan = np.full(experts.plan_bytes(tile * topk) // 4, -7, np.int32)
-    kernel = route.make(experts=count, topk=topk, rows=tile, scaling=1.5)
-    execute(kernel, [z, bias, image, sequence, chosen, weights, plan, rows])
+    counter = np.array([7], np.uint32)
+    execute(KERNEL, [z, bias, image, sequence, chosen, weights, plan, counter, rows, count, topk, 1.5])
+    assert counter[0] == 7 + len(set(chosen.ravel().tolist()) - {-1})
     return chosen, weights, plan
 
 
