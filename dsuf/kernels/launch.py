@@ -107,24 +107,33 @@ class Launcher:
         stream: Any,
         *args: int | float,
         grid: tuple[int, int] | None = None,
+        shared: int | None = None,
         dependent: bool = False,
         cooperative: bool = False,
     ) -> None:
-        """Launch or capture. dependent: may start before the kernel before has ended (griddepcontrol)."""
+        """Launch or capture. dependent: may start before the kernel before has ended (griddepcontrol).
+
+        shared: dynamic shared memory of a block, if this launch needs less than the kernel's most.
+        """
         import numpy as np
         from cuda.core import launch
 
         if len(args) != len(self.cubin.parameters):
             raise DeviceError(f"{self.cubin.name} takes {len(self.cubin.parameters)} arguments, {len(args)} given")
         values = [getattr(np, ARGUMENT[kind])(value) for kind, value in zip(self.cubin.parameters, args, strict=True)]
-        launch(stream, self._configuration(grid or self.cubin.grid, dependent, cooperative), self.kernel, *values)
+        launch(
+            stream, self._configuration(grid or self.cubin.grid, shared, dependent, cooperative), self.kernel, *values
+        )
 
-    def _configuration(self, grid: tuple[int, int], dependent: bool, cooperative: bool) -> Any:
-        key = (grid, dependent, cooperative)
+    def _configuration(self, grid: tuple[int, int], shared: int | None, dependent: bool, cooperative: bool) -> Any:
+        key = (grid, shared, dependent, cooperative)
         if key not in self._configurations:
             from cuda.core import LaunchConfig
 
-            options: dict[str, Any] = {"block": self.cubin.threads, "shmem_size": self.cubin.shared}
+            options: dict[str, Any] = {
+                "block": self.cubin.threads,
+                "shmem_size": self.cubin.shared if shared is None else shared,
+            }
             if self.cubin.cluster > 1:  # cuda.core counts the grid in clusters
                 options["cluster"] = (self.cubin.cluster, 1)
                 grid = (grid[0] // self.cubin.cluster, grid[1])
