@@ -121,19 +121,16 @@ class Launcher:
         if len(args) != len(self.cubin.parameters):
             raise DeviceError(f"{self.cubin.name} takes {len(self.cubin.parameters)} arguments, {len(args)} given")
         values = [getattr(np, ARGUMENT[kind])(value) for kind, value in zip(self.cubin.parameters, args, strict=True)]
-        launch(
-            stream, self._configuration(grid or self.cubin.grid, shared, dependent, cooperative), self.kernel, *values
-        )
+        configuration = self._configuration(grid or self.cubin.grid, shared, dependent, cooperative)
+        launch(stream, configuration, self.kernel, *values)
 
     def _configuration(self, grid: tuple[int, int], shared: int | None, dependent: bool, cooperative: bool) -> Any:
         key = (grid, shared, dependent, cooperative)
         if key not in self._configurations:
             from cuda.core import LaunchConfig
 
-            options: dict[str, Any] = {
-                "block": self.cubin.threads,
-                "shmem_size": self.cubin.shared if shared is None else shared,
-            }
+            size = self.cubin.shared if shared is None else shared
+            options: dict[str, Any] = {"block": self.cubin.threads, "shmem_size": size}
             if self.cubin.cluster > 1:  # cuda.core counts the grid in clusters
                 options["cluster"] = (self.cubin.cluster, 1)
                 grid = (grid[0] // self.cubin.cluster, grid[1])
