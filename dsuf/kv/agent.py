@@ -154,6 +154,7 @@ class Agent:
             "refused_connections": self.control.refused,
             "redis_up": float(self.directory is not None and self.directory.problem is None),
             **{f"outcome.{kind}": count for kind, count in self.desk.outcomes.items()},
+            **{f"reuse_lost_tokens.{kind}": count for kind, count in self.desk.lost.items()},
             **{f"pulled_bytes.{path}": count for path, count in self.fetcher.bytes_by_path.items()},
         }
 

@@ -60,6 +60,7 @@ class Desk:
         self.store = store
         self.visits: dict[str, Visit] = {}
         self.outcomes: Counter[str] = Counter()  # of look-ups and claims, by kind
+        self.lost: Counter[str] = Counter()  # tokens that a peer had and that are computed anew, by why
         self.saves = Saves(store, directory, self.outcomes)
         self.pulls = Pulls(directory, fetcher, self._landed) if directory and fetcher else None
         self._names, self._directory, self._resume_tokens = names, directory, resume_tokens
@@ -77,10 +78,11 @@ class Desk:
         try:
             pull = await self._remote(visit.names, keys[:at], max(local.tokens if local else 0, ask.beyond))
         except Fallback as error:
-            why = m.Nothing(ask.id, error.kind, str(error))
+            why, announced = m.Nothing(ask.id, error.kind, str(error)), error.tokens
         else:
             return self._remotely(visit, pull, local, ask.id)
         at, local = self._local(keys, ask.beyond)  # as things are by now
+        self._lose(why.kind, announced - (local.tokens if local else ask.beyond))
         if local is None or self.visits.get(visit.request) is not visit:
             self.outcomes[why.kind] += 1
             return why
@@ -193,8 +195,13 @@ class Desk:
         error = None if pull.task.cancelled() else pull.task.exception()
         kind = error.kind if isinstance(error, Fallback) else "fault" if error else "forgotten"
         self.outcomes[kind] += 1
+        self._lose(kind, pull.granted.grant.tokens - (visit.spare.entry.tokens if visit.spare is not None else 0))
         visit.pull, visit.lease, visit.spare, visit.source = None, visit.spare, None, "local"
         return None if visit.lease is not None else m.Nothing(number, kind, str(error or "the request has ended"))
+
+    def _lose(self, kind: str, tokens: int) -> None:
+        if tokens > 0 and kind != "forgotten":
+            self.lost[kind] += tokens
 
     # ---- visits
 

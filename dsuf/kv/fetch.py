@@ -37,6 +37,7 @@ class Fallback(Exception):
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(reason)
         self.kind = kind
+        self.tokens = 0  # that a peer has announced and that do not come
 
 
 @dataclass(eq=False)
@@ -76,19 +77,20 @@ class Fetcher:
             connection = await self.peers.connection(holder)
         except TransferFailed as error:
             raise Fallback("unreachable", str(error)) from None
-        reason = "no path to the owner can be used"
+        kind, reason = "path", "no path to the owner can be used"
         for path in self.peers.paths(connection):
             tokens = holder.tokens - here_tokens
             nbytes = holder.nbytes * max(tokens, 1) // max(holder.tokens, 1)
             if not self.rates.worth_it(path, tokens, nbytes):
+                kind = "slow"
                 reason = f"pulling {nbytes} bytes by {path} would take longer than half of computing {tokens} tokens"
                 continue
             deadline_s = asked_s + self.rates.deadline_s(path, tokens, nbytes)
             try:
                 return await self._lease(holder, key, names, connection, path, asked_s, deadline_s)
             except TransferFailed as error:
-                reason = str(error)
-        raise Fallback("path", reason)
+                kind, reason = "path", str(error)
+        raise Fallback(kind, reason)
 
     async def run(self, granted: Granted, writer: str) -> Entry:
         """Bring the entry here; READY when it returns. Raises Fallback, and then nothing of it is left."""

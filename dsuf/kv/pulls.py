@@ -63,6 +63,7 @@ class Pulls:
 
         The caller adds itself to its users before it awaits anything else. Raises Fallback.
         """
+        announced = 0
         for _ in range(ROUNDS):
             if not keys:
                 break
@@ -77,13 +78,14 @@ class Pulls:
                 break
             index, holders = found
             holders = [holder for holder in holders if holder.tokens > beyond][:HOLDERS_TRIED]
+            announced = max(announced, *(holder.tokens for holder in holders), 0)
             try:
                 return await self._wait(keys[index], holders, names, beyond)
             except Fallback as error:
                 if error.kind != "stale":
-                    raise
+                    raise _lost(error, announced) from None
             keys = keys[index + 1 :]
-        raise Fallback("none", "no server has a longer prefix")
+        raise _lost(Fallback("stale" if announced else "none", "no server has a longer prefix"), announced)
 
     def leave(self, pull: Pull, user: Hashable = None) -> None:
         """A user does not want it any more."""
@@ -163,3 +165,8 @@ class Pulls:
         task = asyncio.create_task(self._fetcher.give_up(granted))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+def _lost(error: Fallback, tokens: int) -> Fallback:
+    error.tokens = tokens
+    return error

@@ -102,6 +102,7 @@ class Metrics:
         self._rejections = self._counter("admission_rejections", "Requests refused before the engine.", "status")
         self._disconnects = self._counter("client_disconnects", "Clients that went away.", "phase")
         self._stalls = self._counter("stream_stalls", "Times that a stream waited for its client.")
+        self._invalid_tool_json = self._counter("parser_invalid_tool_json", "Tool calls whose arguments are no JSON.")
         self._drafts = self._counter("spec_decode_num_drafts", "Decode steps with a block of drafts.")
         self._drafted = self._counter("spec_decode_num_draft_tokens", "Drafted tokens.")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
@@ -135,9 +136,10 @@ class Metrics:
         """A client has not read what was sent to it, so that its next tokens wait."""
         self._count(self._stalls, 1)
 
-    def ended(self, finish_reason: str, e2e_s: float) -> None:
+    def ended(self, finish_reason: str, e2e_s: float, invalid_tool_calls: int = 0) -> None:
         """A request ended well."""
         self._count(self._success, 1, finish_reason)
+        self._count(self._invalid_tool_json, invalid_tool_calls)
         self._per_request["e2e_s"].observe(e2e_s)
 
     def engine_finished(self, stats: Stats, cache_source: str) -> None:

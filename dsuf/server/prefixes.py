@@ -9,6 +9,7 @@ prefix costs a bounded moment and never an error.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from dsuf.kv.names import RESUME_TOKENS, ids_array
 from dsuf.text.prompt import Prompt, Unencoded
 
 _LAST_IDS = 8  # more than an entry can lack of its segment's end
+_LABELS = {"outcome": "kind", "pulled_bytes": "path", "reuse_lost_tokens": "reason"}  # of the agent's counters
 Encode = Callable[[Callable[[], Prompt | None]], Awaitable[Prompt | None]]  # runs it here or in a thread
 
 
@@ -26,7 +28,7 @@ class Prefixes:
 
     def __init__(self, client: WebClient, resume_tokens: int = RESUME_TOKENS) -> None:
         self._client, self._resume_tokens = client, resume_tokens
-        self.misread = 0  # prefixes whose ids did not read as the prompt's text
+        self._counts: Counter[str] = Counter()  # in the agent's words
 
     async def prompt(self, begun: Unencoded, reply_id: str, tenant: str, encode: Encode) -> Prompt:
         """The prompt, with the ids of the longest saved prefix if there is one; it is held under `reply_id` then."""
@@ -36,8 +38,10 @@ class Prefixes:
             prefix = ids_array(found.ids).tolist()
             prompt, tokens = await encode(lambda: begun.encode(prefix)), found.tokens
             if prompt is None:
-                self.misread += 1
+                self._counts.update({"outcome.misread": 1, "reuse_lost_tokens.misread": tokens})
                 tokens, look_up = 0, "misread"
+            else:
+                self._counts["reuse_lost_tokens.rendering"] += _earlier_tokens(prompt, len(prefix))
         if prompt is None:
             prompt = await encode(begun.encode)
         if len(prompt.ids) - tokens > self._resume_tokens:  # a point inside a long text that others have begun alike
@@ -69,16 +73,26 @@ class Prefixes:
         state = await self._client.status()
         if state is None:
             return b""
-        lines = [f"# TYPE dsuf_kv_misread_total counter\ndsuf_kv_misread_total {self.misread}"]
-        for name, value in sorted(state.numbers.items()):
-            stem, _, label = name.partition(".")
-            if label:
-                key = "path" if stem == "pulled_bytes" else "kind"
-                lines.append(f'dsuf_kv_{stem}_total{{{key}="{label}"}} {value:g}')
-            else:
-                lines.append(f"dsuf_kv_{stem} {value:g}")
+        lines: list[str] = []
+        numbers = Counter(state.numbers)
+        numbers.update(self._counts)
+        for stem, key in _LABELS.items():
+            lines.append(f"# TYPE dsuf_kv_{stem}_total counter")
+            for name, value in sorted(numbers.items()):
+                family, _, label = name.partition(".")
+                if family == stem:
+                    lines.append(f'dsuf_kv_{stem}_total{{{key}="{label}"}} {value:.15g}')
+        for name, value in sorted(numbers.items()):
+            if "." not in name:
+                lines += [f"# TYPE dsuf_kv_{name} gauge", f"dsuf_kv_{name} {value:.15g}"]
         return ("\n".join(lines) + "\n").encode()
 
     async def close(self) -> None:
         """Hang up; the agent lets go of everything."""
         await self._client.close()
+
+
+def _earlier_tokens(prompt: Prompt, found: int) -> int:
+    """Tokens of earlier answers behind the ones that were found: they read otherwise than when they were saved."""
+    ids = prompt.ids
+    return next((at + 1 - found for at in range(len(ids) - 1, found - 1, -1) if ids[at] == prompt.eos_id), 0)

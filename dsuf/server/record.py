@@ -82,7 +82,7 @@ class Record:
         self._count_steps(now)
         finish_reason = reply.finish_reason if reply else None
         if outcome == "ok":
-            self._metrics.ended(finish_reason or "stop", now - self._begin)
+            self._metrics.ended(finish_reason or "stop", now - self._begin, reply.invalid_tool_calls if reply else 0)
         elif outcome == "cancelled":
             self._metrics.disconnected(self._phase())
         elif outcome == "rejected":

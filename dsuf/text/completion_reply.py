@@ -22,6 +22,7 @@ class CompletionReply:
         self.completion_tokens = 0  # without an ending EOS
         self.reasoning_tokens: int | None = None
         self.finish_reason: str | None = None
+        self.invalid_tool_calls = 0  # there are no tools here
         self._prompt, self._bytes_of = prompt, text.vocabulary.bytes_of
         self._text = StopText(prompt.stops)
         self._usage: dict[str, Any] = {}

@@ -18,6 +18,7 @@ from dsuf.engine.messages import Admitted, Tokens
 from dsuf.text.events import Event, finite
 from dsuf.text.prompt import ChatText, Prompt
 from dsuf.text.protocols import CHAT, MESSAGES, RESPONSES, settle
+from dsuf.text.tool_calls import ToolArguments
 
 FINGERPRINT = f"fp_dsuf_{__version__}"
 _REASONS = {"stop": dr.InferenceFinishReason.Stop, "length": dr.InferenceFinishReason.Length}
@@ -35,6 +36,7 @@ class Reply:
         self.completion_tokens = 0  # as usage reports them: without an ending EOS
         self.reasoning_tokens: int | None = None
         self.finish_reason: str | None = None  # in Chat Completions' words, set at the end
+        self.invalid_tool_calls = 0  # whose arguments are no JSON, set at the end
         self._prompt, self._protocol = prompt, prompt.protocol
         self._open_ids = text.vocabulary.open_ids
         options = prompt.converted.parsing_options
@@ -46,6 +48,7 @@ class Reply:
         if self._protocol is RESPONSES:
             generator = generator.with_namespace_tool_map(prompt.tool_names).with_echo(prompt.echo)
         self._processor = dr.StreamProcessor(generator, options, text.vocabulary.tokenizer)
+        self._arguments = ToolArguments(self._protocol) if options.parse_tool_calls else None
         self._response: Any = None  # accumulates an answer that is not streamed
         self._ended = False
 
@@ -114,6 +117,9 @@ class Reply:
     def _push(self, chunk: dr.InferenceChunk) -> list[Event]:
         chunks = self._processor.push(chunk)
         self._ended = self._processor.finished
+        if self._arguments is not None:
+            for item in chunks:
+                self._arguments.see(item.to_json())
         if not self._prompt.stream:
             if self._response is not None:
                 for item in chunks:
@@ -140,6 +146,8 @@ class Reply:
         """The last event or the response with this reply's own token count; notes how it ended."""
         document = msgspec.json.decode(text)
         self.finish_reason, self.reasoning_tokens = settle(self._protocol, document, self.completion_tokens)
+        if self.finish_reason == "tool_calls" and self._arguments is not None:
+            self.invalid_tool_calls = self._arguments.invalid
         return document
 
 

@@ -52,6 +52,7 @@ def test_a_flipped_bit_at_the_owner_is_never_restored(tmp_path, path, where):
         assert (turn.source, turn.why) == ("none", "digest")
         await b.settled()
         assert not b.agent.store.entries and b.desk.outcomes["digest"] == 1
+        assert b.desk.lost == {"digest": 1280}
 
 
 @pytest.mark.parametrize("path", ["shm", "tcp"])
@@ -99,6 +100,7 @@ def test_when_every_path_fails_the_prompt_is_computed(tmp_path, point):
         spoil(b, act)
         turn = await b.turn(TEXT)
         assert (turn.source, turn.why) == ("none", "path" if point == "link" else "transfer")
+        assert b.desk.lost == {turn.why: 1280}
 
 
 @pytest.mark.parametrize("point", POINTS)

@@ -227,7 +227,7 @@ def test_a_pull_that_costs_more_than_half_of_computing_is_not_made(tmp_path):
         await a.announced()
         b.agent.rates.prefilled(1e6)  # 1.3 ms for all of it; a pull takes 3 ms before the first byte
         turn = await b.turn([digest("t")])
-        assert (turn.source, turn.why) == ("none", "path")
+        assert (turn.source, turn.why) == ("none", "slow")
         b.agent.rates.tokens_per_s = 1000.0
         assert (await b.turn([digest("t")])).source == "remote"
 

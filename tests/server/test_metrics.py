@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dsuf.engine.messages import Status
 from dsuf.server.options import ServerOptions
+from tests.support.calls import call
 from tests.support.peer import Script
 from tests.support.serving import encode, in_steps, running_server, says, wait_until
 
@@ -27,6 +28,7 @@ VLLM = [
 ]  # fmt: skip
 OURS = [
     "step_seconds_bucket", "accept_length_bucket", "kv_reuse_tokens_total", "stream_stalls_total", "waiting_tokens",
+    "parser_invalid_tool_json_total",
 ]  # fmt: skip
 
 
@@ -89,6 +91,38 @@ def test_steps_of_a_running_stream_are_counted_before_it_ends():
         stream.read()
         server.request_end()
         assert steps() == 8
+
+
+FUNCTION = {"name": "weather", "parameters": {"type": "object"}}
+ASKS = {
+    "/v1/chat/completions": {"messages": HI["messages"], "tools": [{"type": "function", "function": FUNCTION}]},
+    "/v1/responses": {"input": "hi", "tools": [{"type": "function", **FUNCTION}]},
+    "/v1/messages": {
+        "messages": HI["messages"], "max_tokens": 999,
+        "tools": [{"name": "weather", "input_schema": {"type": "object"}}],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ASKS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_tool_calls_whose_arguments_are_no_json_are_counted(path, stream):
+    bare = call("weather", city="Zürich").replace('string="true"', 'string="false"')
+    good = call("weather", city='a "partial_json": "arguments": {')
+    with running_server(says(f"I look.\n\n{good}")) as server:
+        httpx.post(server.url + path, json={"model": "deepseek-chat", "stream": stream, **ASKS[path]})
+        assert server.request_end()["finish_reason"] == "tool_calls"
+        assert value_of(server, "dsuf_parser_invalid_tool_json_total") == 0
+    with running_server(says(f"I look.\n\n{bare}")) as server:
+        httpx.post(server.url + path, json={"model": "deepseek-chat", "stream": stream, **ASKS[path]})
+        assert server.request_end()["finish_reason"] == "tool_calls"
+        assert value_of(server, "dsuf_parser_invalid_tool_json_total") == 1
+
+
+def value_of(server, name):
+    families = text_string_to_metric_families(httpx.get(server.url + "/metrics").text)
+    (sample,) = [sample for family in families for sample in family.samples if sample.name == name]
+    return sample.value
 
 
 def test_load_is_what_a_router_needs_and_returns_to_zero():

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.patience import be_patient
 from tests.support.serving import encode
@@ -31,6 +32,12 @@ CALL = (
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
     be_patient(monkeypatch)
+
+
+def lost(server):
+    """Tokens that had been saved and were computed anew, by reason; the exposition is well formed."""
+    families = {family.name: family for family in text_string_to_metric_families(server.metrics())}
+    return {sample.labels["reason"]: sample.value for sample in families["dsuf_kv_reuse_lost_tokens"].samples}
 
 
 def user(content):
@@ -72,8 +79,10 @@ def test_thinking_that_is_kept_is_found_and_thinking_that_is_dropped_costs_the_a
         there = b.ask([USER, kept.message, user("More")], tools=TOOLS)
         assert there.cached >= kept.prompt + kept.completion - 3
         dropped = a.ask([USER])
+        assert not any(lost(b).values())
         there = b.ask([USER, dropped.message, user("More")])
         assert there.source == "remote" and dropped.prompt - 2 <= there.cached <= dropped.prompt
+        assert lost(b)["rendering"] >= len(encode(dropped.message["content"])) + 1
 
 
 def test_an_answer_in_other_tokens_than_its_text_would_give_is_found_whole(tmp_path):
