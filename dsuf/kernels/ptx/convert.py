@@ -201,6 +201,42 @@ def fp4x8_bf16(packed: Any) -> Any:
     return tuple(bits[2 * i] | bits[2 * i + 1] << 16 for i in range(4))
 
 
+# the same with the multiplication by a scale in it: the codes' bits stand for 2^-126 (2^-120) of their values, so a
+# factor of scale * 2^118 (2^112) leaves scale / 256 of them. Pairs (i, i + 4) are made at once and sorted at the end.
+@ptx(
+    "u32*4 = u32, u32",
+    "{.reg .b32 m, s, x0, x1, x2, x3;"
+    + "".join(
+        f" {move}.b32 m, <0>, {abs(6 - 4 * i)}; and.b32 m, m, 0x01C001C0; shl.b32 s, <0>, {12 - 4 * i};"
+        f" lop3.b32 m, s, 0x80008000, m, 0xEA; mul.rn.bf16x2 x{i}, m, <1>;"
+        for i, move in enumerate(("shl", "shl", "shr", "shr"))
+    )
+    + " prmt.b32 <d.0>, x0, x1, 0x5410; prmt.b32 <d.1>, x2, x3, 0x5410; prmt.b32 <d.2>, x0, x1, 0x7632;"
+    " prmt.b32 <d.3>, x2, x3, 0x7632;}",
+    pure=True,
+)
+def fp4x8_bf16_scaled(packed: Any, factor: Any) -> Any:
+    """Eight e2m1 codes, even column in the low nibble, times 2^-126 and a bf16 factor (the same in both halves)"""
+    times = float_of(u32(factor) & np.uint32(0xFFFF0000)).astype(np.float64) * 2.0**-126
+    bits = [bf16_bits(E2M1[u32(packed) >> np.uint32(4 * i) & np.uint32(15)] * times) for i in range(8)]
+    return tuple(bits[2 * i] | bits[2 * i + 1] << 16 for i in range(4))
+
+
+@ptx(
+    "u32*2 = u32, u32",
+    "{.reg .b32 a, s; prmt.b32 a, <0>, 0, 0x1404; shr.u32 s, a, 4; and.b32 a, a, 0x80008000;"
+    " lop3.b32 a, s, 0x07F007F0, a, 0xEA; mul.rn.bf16x2 <d.0>, a, <1>;"
+    " prmt.b32 a, <0>, 0, 0x3424; shr.u32 s, a, 4; and.b32 a, a, 0x80008000;"
+    " lop3.b32 a, s, 0x07F007F0, a, 0xEA; mul.rn.bf16x2 <d.1>, a, <1>;}",
+    pure=True,
+)
+def e4m3x4_bf16_scaled(codes: Any, factor: Any) -> Any:
+    """Four e4m3 codes times 2^-120 and a bf16 factor (the same in both halves)"""
+    times = float_of(u32(factor) & np.uint32(0xFFFF0000)).astype(np.float64) * 2.0**-120
+    bits = [bf16_bits(E4M3[u32(codes) >> np.uint32(8 * i) & np.uint32(255)] * times) for i in range(4)]
+    return bits[0] | bits[1] << 16, bits[2] | bits[3] << 16
+
+
 @ptx("u32 = u32, u32", "mul.rn.bf16x2 <d>, <0>, <1>;", pure=True)
 def mul_bf16x2(a: Any, b: Any) -> Any:
     """mul.rn.bf16x2: products of two pairs"""

@@ -177,6 +177,18 @@ def ld_cluster_f32(lanes: Lanes, address: Any) -> Any:
     return float_of(lanes.load_cluster(address, np.uint32))
 
 
+@ptx("u32 = u32", "ld.shared::cluster.u32 <d>, [<0>];", unit="warp")
+def ld_cluster_u32(lanes: Lanes, address: Any) -> Any:
+    """ld.shared::cluster.u32 at an address from cluster_address"""
+    return lanes.load_cluster(address, np.uint32)
+
+
+@ptx("u32*4 = u32", "ld.shared::cluster.v4.b32 <d>, [<0>];", unit="warp")
+def ld_cluster_u32x4(lanes: Lanes, address: Any) -> Any:
+    """ld.shared::cluster.v4.b32 at an address from cluster_address"""
+    return tuple(lanes.load_cluster(lanes.vector(address) + 4 * i, np.uint32) for i in range(4))
+
+
 def _set_registers(kind: str, count: int) -> Op:
     def twin() -> None:
         return None
@@ -187,3 +199,7 @@ def _set_registers(kind: str, count: int) -> Op:
 
 give_registers = _set_registers("dec", 40)  # setmaxnreg.dec: for the warpgroup that only moves data
 take_registers = _set_registers("inc", 232)  # setmaxnreg.inc: for the warpgroups that multiply
+give_some_registers = _set_registers("dec", 104)  # for a warpgroup that decodes what two others multiply
+take_most_registers = _set_registers("inc", 200)  # for those two
+give_half_registers = _set_registers("dec", 72)  # for a warpgroup that gathers rows for two that multiply
+take_half_registers = _set_registers("inc", 216)  # for those two

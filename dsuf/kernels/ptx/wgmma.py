@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 
 SWIZZLED_TILE = 1 << 62 | (1024 >> 4) << 32 | 1 << 16  # add shared address >> 4
 
+
+def transposed_tile(leading: int) -> int:
+    """Descriptor, less the address, of a tile [k, n]: `leading` bytes between groups of 64 n."""
+    return 1 << 62 | (1024 >> 4) << 32 | (leading >> 4) << 16
+
+
 DECODE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "bf16": lambda raw: decode_bf16(raw.view(np.uint16)),
     "f16": lambda raw: decode_f16(raw.view(np.uint16)),
@@ -54,6 +60,43 @@ def wgmma(n: int, kind: str) -> Op:
         f" <d>, <0>, <1>, p, 1, 1{tail};}}"
     )
     return ptx(f"f32*{n // 2} = s64, s64, s32, +f32*{n // 2}", text, chips=HOPPER, unit="warpgroup")(twin)
+
+
+@cache
+def wgmma_registers(n: int, transposed: bool) -> Op:
+    """wgmma.mma_async m64 x n x 16 of bf16, A from registers: (A as in mma_bf16 a warp, descriptor of B, add?, acc).
+
+    transposed: B lies [k, n] with rows of 64 n (128 bytes, swizzled), groups of 8 k the descriptor's stride apart
+    (1024 bytes) and groups of 64 n its leading offset (`transposed_tile`); else as in `wgmma`.
+    """
+
+    def twin(lanes: Lanes, a: Any, b: Any, add: Any, acc: Any) -> tuple[np.ndarray, ...]:
+        words = np.stack([np.asarray(lanes.vector(w)).astype(np.uint32) for w in a], -1)
+        pairs = np.ascontiguousarray(words).view(np.uint16).reshape(4, 8, 4, 4, 2)  # warp, g, t, register, half
+        left = decode_bf16(np.ascontiguousarray(pairs.reshape(4, 8, 4, 2, 2, 2).transpose(0, 4, 1, 3, 2, 5)))
+        tile = lanes.shared.swizzled_columns if transposed else lanes.shared.swizzled_tile
+        right = decode_bf16(tile(lanes.one(b), n, 32).view(np.uint16))
+        product = left.reshape(64, 16).astype(np.float64) @ right.astype(np.float64).T
+        return _spread(lanes, product, acc, lanes.one(add) != 0)
+
+    twin.__name__ = f"wgmma_registers_n{n}" + ("_transposed" if transposed else "")
+    text = (
+        f"{{.reg .pred p; setp.ne.b32 p, <2>, 0; wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16"
+        f" <d>, <0>, <1>, p, 1, 1, {int(transposed)};}}"
+    )
+    return ptx(f"f32*{n // 2} = u32*4, s64, s32, +f32*{n // 2}", text, chips=HOPPER, unit="warpgroup")(twin)
+
+
+@cache
+def scale_rows(registers: int) -> Op:
+    """mul.f32 of an accumulator tile: rows g by the first factor, rows g + 8 by the second."""
+
+    def twin(first: Any, second: Any, acc: Any) -> tuple[np.ndarray, ...]:
+        return tuple((np.float32(1) * a * (second if i & 2 else first)).astype(np.float32) for i, a in enumerate(acc))
+
+    twin.__name__ = f"scale_rows_{registers}"
+    text = " ".join(f"mul.f32 <2.{i}>, <2.{i}>, <{i >> 1 & 1}>;" for i in range(registers))
+    return ptx(f"f32*{registers} = f32, f32, +f32*{registers}", text, pure=True)(twin)
 
 
 @ptx("=", "wgmma.fence.sync.aligned;", chips=HOPPER, unit="warpgroup")

@@ -265,6 +265,17 @@ class SharedMemory:
             raise Unwritten("a tensor core operand in shared memory that nobody wrote")
         return np.ascontiguousarray(self.bytes[0, offset].reshape(rows, width))
 
+    def swizzled_columns(self, descriptor: int, columns: int, width: int) -> np.ndarray:
+        """[columns, width bytes of k] of a tile that lies [k, n]: rows of 64 n of 2 bytes with the 128-byte swizzle."""
+        start, leading = (descriptor & 0x3FFF) << 4, (descriptor >> 16 & 0x3FFF) << 4
+        n, k = np.arange(columns)[:, None], np.arange(width // 2)
+        address = start + n // 64 * leading + k // 8 * ((descriptor >> 32 & 0x3FFF) << 4) + k % 8 * 128 + n % 64 * 2
+        address = address ^ (address >> 7 & 7) << 4
+        offset = self.offsets(address.reshape(-1), 2)
+        if not self.written[0, offset].all():
+            raise Unwritten("a tensor core operand in shared memory that nobody wrote")
+        return np.ascontiguousarray(self.bytes[0, offset].reshape(columns, width))
+
     def fill_swizzled(self, address: int, tile: np.ndarray) -> None:
         """Deliver [rows, 128 bytes] with the 128-byte swizzle."""
         where = address + np.arange(len(tile))[:, None] * 128 + np.arange(128)
