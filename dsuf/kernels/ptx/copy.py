@@ -97,6 +97,12 @@ def async_load16(lanes: Lanes, target: Any, source: Any) -> None:
     lanes.copy16(target, source)
 
 
+@ptx("= u32", "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [<0>];", unit="warp")
+def async_arrive(lanes: Lanes, address: Any) -> None:
+    """cp.async.mbarrier.arrive.noinc: an arrival once this thread's copies so far have landed"""
+    lanes.shared.barrier(lanes.one(address)).step(lanes.active, 0)
+
+
 @ptx("=", "cp.async.commit_group;")
 def async_commit() -> None:
     """cp.async.commit_group"""

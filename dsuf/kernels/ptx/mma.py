@@ -114,3 +114,15 @@ def stmatrix_x4(lanes: Lanes, address: Any, value: Any) -> None:
     for m in range(4):
         part = word(u32(lanes.vector(value[m])))
         lanes.store_shared((rows[:, m, _G] + 4 * _T).reshape(-1), (part,), np.uint32)
+
+
+@ptx("= u32, u32*4", "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [<0>], <1>;")
+def stmatrix_x4_trans(lanes: Lanes, address: Any, value: Any) -> None:
+    """stmatrix.sync.aligned.m8n8.x4.trans.shared.b16: the columns of each matrix become rows in memory"""
+    lanes.whole_warps("stmatrix_x4_trans")
+    rows = _row_addresses(lanes, address)
+    for m in range(4):
+        held = word(u32(lanes.vector(value[m])))
+        for half in range(2):
+            part = held >> (16 * half) & 0xFFFF
+            lanes.store_shared((rows[:, m, 2 * _T + half] + 2 * _G).reshape(-1), (part,), np.uint16)

@@ -150,13 +150,14 @@ class Lanes:
     # ---- asynchronous copies
 
     def bulk_copy(self, target: Any, source: Any, count: Any, barrier: Any) -> None:
-        """cp.async.bulk: 16-byte units, delivered at once, counted by the mbarrier."""
-        where, origin, size = self.one(target), self.one(source), self.one(count)
-        if where % 16 or origin % 16 or size % 16:
-            raise KernelFault(f"bulk copy of {size} bytes from {origin:#x} to {where:#x}: not in units of 16 bytes")
-        raw = np.concatenate([self.memory.load(np.array([origin + i]), 16)[0] for i in range(0, size, 16)])
-        self.shared.fill(where, raw)
-        self.shared.barrier(self.one(barrier)).step(0, -size)
+        """cp.async.bulk of each active lane: 16-byte units, delivered at once, counted by the mbarrier."""
+        operands = (self.vector(x)[self.mask].tolist() for x in (target, source, count))
+        for where, origin, size in zip(*operands, strict=True):
+            if where % 16 or origin % 16 or size % 16:
+                raise KernelFault(f"bulk copy of {size} bytes from {origin:#x} to {where:#x}: not in units of 16 bytes")
+            raw = self.memory.load(origin + np.arange(0, size, 16), 16).reshape(-1)
+            self.shared.fill(where, raw)
+            self.shared.barrier(self.one(barrier)).step(0, -size)
 
     def copy16(self, target: Any, source: Any) -> None:
         """cp.async of 16 bytes a lane."""

@@ -1,0 +1,195 @@
+"""Dense products of a prefill chunk, hundreds to thousands of rows, on Hopper (gemm.py has the inner loops).
+
+    y[r, g n + j] = sum_k x[r, g K + k] W[g n + j, k]        g = 0 .. groups - 1 (one, or the groups of wo_a)
+
+    kind   W                                    y
+    fp8    e4m3, ue8m0 per 32x32 (pack_fp8)     bf16 [rows, groups * n]      projections
+    bf16   bf16 (pack_bf16)                     float32 [rows, n]            router, compressor, index weights
+
+x bf16 [rows, groups * K] in product order: decoded Q8 rows, or plain bf16 ones. n a multiple of 16, K of 64; `chunk`
+says how many columns a packed chunk has. Any grid will do: blocks walk the tiles.
+
+Reference: dsuf.ops.product.product and grouped_product. Operations: 2 rows groups n K. Rows of x may be poisoned beyond
+`rows`: they are not read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dsuf.kernels.catalogue import Entry, Width
+from dsuf.kernels.gemm import (
+    BF16,
+    FP8,
+    PARTS,
+    THREADS,
+    TILE_ROWS,
+    TURN,
+    Ring,
+    copy_of,
+    group_barrier,
+    multiply,
+    produce,
+    products,
+    start_barriers,
+    turn,
+)
+from dsuf.kernels.lang import Kernel, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
+from dsuf.kernels.ptx.memory import lds_u32x4, shared_base, stg_u32x4, sts_f32
+from dsuf.kernels.ptx.op import HOPPER
+from dsuf.kernels.ptx.sync import (
+    block_count,
+    block_index,
+    give_half_registers,
+    let_next_kernel_start,
+    sync_threads,
+    take_half_registers,
+    thread_index,
+    wait_for_previous_kernel,
+)
+from dsuf.ops.product import product
+
+WIDE = 68 * 4  # bytes of a row of 64 float32 outputs while they are turned: 4 words more, so that no banks meet
+TURN_WIDE = 64 * WIDE
+SM_COUNT = 132
+
+
+@inline
+def tile_of(number: Any, rows: Any, n: Any, groups: Any, columns: Any, span: Any) -> Any:
+    """(activation tile, group, weight tile of it): `span` activation tiles run beside each other, so that L2 serves."""
+    across = int32((n + 127) >> 7)
+    down = int32((rows + columns - 1) // columns)
+    band = int32(number // (span * across * groups))
+    rest = int32(number - band * (span * across * groups))
+    wide = int32(min(span, down - band * span))
+    place = int32(rest // wide)
+    group = int32(place // across)
+    return int32(band * span + rest - place * wide), group, int32(place - group * across)
+
+
+@inline
+def store_bf16(
+    acc: Any, columns: Any, at: Any, crew: Any, part: Any, t: Any, y: Any, pitch: Any, n: Any, left: Any
+) -> None:
+    """64 outputs of `columns` rows: y is row 0's first output of this warpgroup, n and left say how many exist."""
+    lane = int32(t & 31)
+    r = int32(t >> 3)
+    piece = int32(t & 7)
+    source = uint32(at + r * 128 + ((piece ^ (r & 7)) << 4))
+    target = y + (int64(r) * pitch + piece * 8) * 2
+    for q in unroll(columns // 64):
+        turn(acc, 64 * q, at, part, lane)
+        group_barrier(crew)
+        for i in unroll(4):
+            if 64 * q + 16 * i + r < left and piece * 8 < n:
+                stg_u32x4(target + int64(64 * q + 16 * i) * pitch * 2, lds_u32x4(uint32(source + i * 2048)))
+        group_barrier(crew)
+
+
+@inline
+def store_f32(
+    acc: Any, columns: Any, at: Any, crew: Any, part: Any, t: Any, y: Any, pitch: Any, n: Any, left: Any
+) -> None:
+    """The same for float32 outputs."""
+    lane = int32(t & 31)
+    r = int32(t >> 4)
+    piece = int32(t & 15)
+    corner = uint32(at + (lane & 3) * (2 * WIDE) + (16 * part + (lane >> 2)) * 4)
+    target = y + (int64(r) * pitch + piece * 4) * 4
+    for q in unroll(columns // 64):
+        for i in unroll(32):
+            sts_f32(uint32(corner + (8 * (i // 4) + i % 2) * WIDE + (i // 2 % 2) * 32), acc[32 * q + i])
+        group_barrier(crew)
+        for i in unroll(8):
+            if 64 * q + 8 * i + r < left and piece * 4 < n:
+                stg_u32x4(target + int64(64 * q + 8 * i) * pitch * 4,
+                          lds_u32x4(uint32(at + (8 * i + r) * WIDE + piece * 16)))  # fmt: skip
+        group_barrier(crew)
+
+
+def make(*, kind: str, columns: int, stages: int, span: int) -> Kernel:
+    """columns: activation rows of a tile, 64, 128, 192 or 256; span: activation tiles that run beside each other."""
+    WEIGHTS = FP8 if kind == "fp8" else BF16
+    TURNING = TURN if kind == "fp8" else TURN_WIDE
+    RING = Ring.of(WEIGHTS, columns, stages, 2 * TURNING)
+    mm, zero, finish = products(columns)
+    BYTES = 2 if kind == "fp8" else 4
+
+    @kernel(threads=THREADS, grid=(SM_COUNT,), shared=RING.size, name=f"dense_{kind}_{columns}_s{stages}_g{span}")
+    def dense(w: s64, x: s64, y: s64, rows: s32, n: s32, k: s32, groups: s32, chunk: s32) -> None:
+        tid = int32(thread_index())
+        sm = shared_base()
+        if tid == 0:
+            start_barriers(uint32(sm + RING.bars), stages)
+        sync_threads()
+        wait_for_previous_kernel()
+        let_next_kernel_start()
+        shift = int32(chunk >> 7)
+        steps = int32(k >> 6)
+        tiles = int32(((rows + columns - 1) // columns) * ((n + 127) >> 7) * groups)
+        number = int32(block_index())
+        blocks = int32(block_count())
+        stage = int32(0)
+        phase = int32(0)
+        if tid < 128:
+            give_half_registers()
+            scale_bytes = int32(WEIGHTS.scales)
+            chunk_bytes = int32(chunk * (WEIGHTS.codes // 64) + scale_bytes)
+            last = int32(((n + 15) >> 4) - 1)
+            pitch = int32(k * groups * 2)
+            offsets = regs(columns // 16)
+            mine, _ = copy_of(tid, WEIGHTS)
+            while number < tiles:
+                down, group, across = tile_of(number, rows, n, groups, columns, span)
+                for i in unroll(columns // 16):
+                    offsets[i] = uint32(min(down * columns + (tid >> 3) + 16 * i, rows - 1) * pitch)
+                part = int32(min(across * PARTS + mine, last))
+                base = w + (int64(group) * (last + 1) + part) * (int64(steps >> shift) * chunk_bytes)
+                if tid >= 64:
+                    base = base + chunk * (WEIGHTS.codes // 64)
+                source = x + (int64(group) * k * 2 + (tid & 7) * 16)
+                stage, phase = produce(RING, WEIGHTS, sm, tid, steps, shift, source, offsets, int32(columns // 16), base,
+                                       chunk_bytes, scale_bytes, stage, phase)  # fmt: skip
+                number = int32(number + blocks)
+        else:
+            take_half_registers()
+            crew = int32((tid >> 7) - 1)
+            t = int32(tid & 127)
+            part = int32(t >> 5)
+            at = uint32(sm + RING.rest + crew * TURNING)
+            pitch = int32(n * groups)
+            while number < tiles:
+                down, group, across = tile_of(number, rows, n, groups, columns, span)
+                acc, stage, phase = multiply(RING, WEIGHTS, columns, mm, zero, finish, sm, int32(crew * 4 + part),
+                                             int32(t & 31), steps, shift, stage, phase)  # fmt: skip
+                first = int32(across * TILE_ROWS + crew * 64)
+                to = y + (int64(down) * columns * pitch + group * n + first) * BYTES
+                if kind == "fp8":
+                    store_bf16(
+                        acc, columns, at, crew, part, t, to, pitch, int32(n - first), int32(rows - down * columns)
+                    )
+                else:
+                    store_f32(
+                        acc, columns, at, crew, part, t, to, pitch, int32(n - first), int32(rows - down * columns)
+                    )
+                number = int32(number + blocks)
+
+    return dense
+
+
+def entries(width: Width) -> list[Entry]:
+    """One kernel a kind, for all widths: sizes are arguments. The floor is that of wo_b at 4,096 rows."""
+    if width.label != "v41":
+        return []
+    rows, n, k = 4096, width.spec.hidden_size, width.spec.o_groups * width.spec.o_lora_rank
+    found = []
+    for kind, shape in SHAPES.items():
+        size = n * k * (2 if kind == "bf16" else 1) + rows * (2 * k + 2 * n)
+        found.append(Entry(f"dense.{kind}", make, {"kind": kind, **shape}, HOPPER, product, size, 2 * rows * n * k))
+    return found
+
+
+SHAPES = {
+    "fp8": {"columns": 256, "stages": 5, "span": 8},
+    "bf16": {"columns": 128, "stages": 4, "span": 16},
+}
