@@ -31,13 +31,20 @@ from dsuf.text.prompt import ChatText
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 16.0  # before a restart; doubled each time
 RESTARTS, WITHIN_S = 5, 600.0
 HANG_UP_S, STOP_WITHIN_S = 1.0, 5.0  # to end by itself after the pipe closed; after each signal
+LOOK_EVERY_S = 1.0  # as often as the web process asks the engine for its status
 
 
 class EngineProcess:
-    """Runs `serve_engine` in a process of its own, so that steps never wait for HTTP work in this interpreter."""
+    """Runs `serve_engine` in a process of its own, so that steps never wait for HTTP work in this interpreter.
 
-    def __init__(self, socket_path: Path, options: EngineOptions, kv_socket: Path | None = None) -> None:
+    One that is ready and says nothing for `silence_s` seconds hangs, and is killed; 0: however long it takes.
+    """
+
+    def __init__(
+        self, socket_path: Path, options: EngineOptions, kv_socket: Path | None = None, silence_s: float = 0.0
+    ) -> None:
         self.socket_path, self._options, self._kv_socket = socket_path, options, kv_socket
+        self._silence_s, self._hung = silence_s, ""
         self._process: multiprocessing.process.BaseProcess | None = None
         self._deaths: list[float] = []
         self.was_ready = False  # an engine that was never ready is not started again: it would end the same way
@@ -60,9 +67,17 @@ class EngineProcess:
 
     async def watch(self, link: EngineLink) -> None:
         """Tell `link` of each death and start anew; ends the server by SIGTERM when the restarts are used up."""
+        guard = asyncio.create_task(self._kill_when_silent(link)) if self._silence_s else None
+        try:
+            await self._restart(link)
+        finally:
+            if guard is not None:
+                guard.cancel()
+
+    async def _restart(self, link: EngineLink) -> None:
         while True:
             await self._ended()
-            why = f"the engine process ended with exit status {self._process.exitcode}"
+            why, self._hung = self._hung or f"the engine process ended with exit status {self._process.exitcode}", ""
             now = time.monotonic()
             self._deaths = [death for death in self._deaths if now - death < WITHIN_S] + [now]
             used_up = len(self._deaths) > RESTARTS
@@ -80,6 +95,18 @@ class EngineProcess:
             say(f"{why}; it is started again in {wait_s:.0f} s")
             await asyncio.sleep(wait_s)
             self.start()
+
+    async def _kill_when_silent(self, link: EngineLink) -> None:
+        """Count looks, not time: while this process stood still, it heard nothing either."""
+        heard = looks = 0
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            silent = link.state == "ready" and link.heard == heard
+            heard, looks = link.heard, looks + 1 if silent else 0
+            if looks * LOOK_EVERY_S >= self._silence_s:
+                self._hung = f"the engine process hung: it said nothing for {self._silence_s:g} s, and was killed"
+                link.hang_up(self._hung)
+                self._process.kill()
 
     async def _ended(self) -> None:
         loop, ended = asyncio.get_running_loop(), asyncio.Event()

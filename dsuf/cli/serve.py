@@ -55,6 +55,9 @@ def serve(
     stall_timeout: Annotated[
         float, typer.Option("--stall-timeout", help="Seconds after which a client that does not read is cut off.")
     ] = 60.0,
+    engine_timeout: Annotated[
+        float, typer.Option("--engine-timeout", help="Seconds without a word after which an engine hangs; 0: never.")
+    ] = 120.0,
     drain_delay: Annotated[
         float, typer.Option("--drain-delay", help="Seconds after SIGTERM in which new calls get 503.")
     ] = 5.0,
@@ -78,6 +81,7 @@ def serve(
     from dsuf.server.options import ServerOptions
 
     check_number("--port", port, 0, 65_535, whole=True)
+    check_number("--engine-timeout", engine_timeout, 0, 86_400)
     engine = engine_options(gpus, numerics, prefill, draft, verify, max_context)
     environment = read_environment()
     key = api_key or environment.api_key
@@ -103,7 +107,8 @@ def serve(
             kept = kv.agent_options(flags, engine, folder, environment)
             agent = kv.AgentProcess(kept) if kept is not None else None
             threading.Thread(target=text.encoder.load, daemon=True).start()  # while the engine loads
-            process = EngineProcess(folder / "engine.sock", engine, kept.socket_path if kept is not None else None)
+            kv_socket = kept.socket_path if kept is not None else None
+            process = EngineProcess(folder / "engine.sock", engine, kv_socket, engine_timeout)
             ready_line = f"dsuf serves {ckpt}, ready on {address}"
             code = serve_with_engine(process, text, server, sock, ready_line, agent)
     raise typer.Exit(code)

@@ -167,6 +167,7 @@ class EngineLink:
         self.status: Status | None = None  # the latest one
         self.failure: DsufError | None = None  # why the engine is gone, where it said so
         self.given_up = False  # no engine will come back
+        self.heard = 0  # times that an engine said something
         self.calls: dict[str, Call] = {}
         self.on_change: Callable[[], None] | None = None  # called when `state` has changed
         self._peer: wire.FramePeer | None = None
@@ -220,6 +221,14 @@ class EngineLink:
         self.calls.clear()
         self._set_state("gone")
 
+    def hang_up(self, why: str) -> None:
+        """Give up an engine that does not answer; its process must end before another is started."""
+        if self._peer is not None:
+            self._peer.on_end = None
+            self._peer.close()
+            self._peer = None
+        self.lost(why)
+
     def _tell(self, command: Command) -> None:
         """Send what needs no answer; a broken pipe ends every call by `_ended`."""
         if self._peer is not None:
@@ -242,6 +251,7 @@ class EngineLink:
 
     def _take_all(self, events: list[Event]) -> None:
         """One step's events to their calls."""
+        self.heard += 1
         for event in events:
             if type(event) is not Tokens:
                 self._take(event)

@@ -157,6 +157,22 @@ def test_kill_in_decode_prefill_and_idle_and_each_time_it_comes_back(served):
     assert len(server.lines("engine_gone")) == 3 and not server.lines("fault")
 
 
+@pytest.mark.parametrize("busy", [True, False])
+def test_an_engine_that_hangs_is_killed_and_comes_back(served, busy):
+    server = served("5", "3")
+    callers = [Caller(server.url, stream=stream, max_tokens=9000) for stream in (True, False)] if busy else []
+    wait_for(lambda: server.gauge("server_load") == len(callers) and all(one.tokens for one in callers[:1]))
+    first = server.engine()
+    os.kill(first, signal.SIGSTOP)
+    wait_for(lambda: server.ready() == 503)
+    assert outcomes(callers) == ({"error event": 1, "status 503": 1} if busy else {})
+    wait_for(lambda: server.ready() == 200)
+    assert server.engine() != first and not Path(f"/proc/{first}").exists()
+    assert outcomes([Caller(server.url, max_tokens=5)]) == {"complete": 1}
+    assert "said nothing for 3 s" in server.lines("engine_gone")[0]["error"]
+    assert "hung" in server.log.read_text()
+
+
 def test_sigterm_with_twenty_open_streams_lets_all_of_them_end(served):
     server = served()
     callers = [Caller(server.url, max_tokens=40 + number) for number in range(20)]

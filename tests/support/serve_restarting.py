@@ -1,4 +1,4 @@
-"""`python -m tests.support.serve_restarting FOLDER [DRAIN_TIMEOUT_S] [fast]`: a server that restarts its engine.
+"""`python -m tests.support.serve_restarting FOLDER [DRAIN_TIMEOUT_S [SILENCE_S]] [fast]`: it restarts its engine.
 
 As `dsuf serve` does it, but the engine is a scripted one: 32 tokens of a prompt and one token of an answer take 10 ms,
 eight requests run at once. `fast` restarts at once instead of after a second and more, and only one time.
@@ -52,7 +52,8 @@ def main() -> int:
         engine_process.RESTARTS = 1
     drain_timeout_s = float(sys.argv[2]) if len(sys.argv) > 2 else 20.0
     server = ServerOptions(drain_delay_s=0, drain_timeout_s=drain_timeout_s, keepalive_s=60)
-    process = Process(folder / "engine.sock", EngineOptions(ckpt=Path("scripted")))
+    silence_s = float(sys.argv[3]) if len(sys.argv) > 3 and sys.argv[3] != "fast" else 0.0
+    process = Process(folder / "engine.sock", EngineOptions(ckpt=Path("scripted")), silence_s=silence_s)
     with bind("127.0.0.1", 0) as sock:
         ready = f"ready on http://127.0.0.1:{sock.getsockname()[1]}"
         try:

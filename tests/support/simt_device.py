@@ -11,6 +11,7 @@ import ctypes
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -79,6 +80,9 @@ class SimtDevice:
         self._held: Counter[str] = Counter()
         self._graph: SimtGraph | None = None
 
+    def make_current(self) -> None:
+        pass
+
     # ---- memory
 
     def allocate(self, nbytes: int, what: str) -> int:
@@ -126,7 +130,12 @@ class SimtDevice:
     # ---- work
 
     def launch(
-        self, name: str, *args: float, grid: tuple[int, int] | None = None, dependent: bool | None = None
+        self,
+        name: str,
+        *args: float,
+        grid: tuple[int, int] | None = None,
+        shared: int | None = None,
+        dependent: bool | None = None,
     ) -> None:
         try:
             kernel = expanded(name)
@@ -138,6 +147,8 @@ class SimtDevice:
             np.float32(value) if kind == "f32" else int(value)
             for (_, kind), value in zip(kernel.parameters, args, strict=True)
         ]
+        if shared is not None and shared != kernel.shared:
+            kernel = replace(kernel, shared=shared)
         self._do(lambda: self._run(name, kernel, values, grid))
 
     @property
