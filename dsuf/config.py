@@ -17,7 +17,9 @@ from dsuf.errors import ConfigError, EnvironmentProblem
 
 MAX_NEW_TOKENS = 393_216  # the public API's limit (serving.md 1.6)
 MAX_SEED = 2**63 - 1
-ENVIRONMENT_NAMES = ("DSUF_CACHE", "DSUF_API_KEY", "DSUF_SM", "DSUF_REDIS_URL", "DSUF_KV_KEY_FILE")
+ENVIRONMENT_NAMES = (
+    "DSUF_CACHE", "DSUF_API_KEY", "DSUF_SM", "DSUF_KERNELS", "DSUF_REDIS_URL", "DSUF_KV_KEY_FILE",
+)  # fmt: skip
 
 
 def check_number(
@@ -100,6 +102,7 @@ class Environment:
     runtime_dir: Path  # XDG_RUNTIME_DIR/dsuf, else dsuf-<uid> in the temporary folder
     api_key: str | None = None  # DSUF_API_KEY
     sm: str | None = None  # DSUF_SM: chips that `dsuf build` compiles for
+    kernels: Path | None = None  # DSUF_KERNELS: a folder of `dsuf build --out`, used instead of the build cache
     redis_url: str | None = None  # DSUF_REDIS_URL; None: a private server of this user's
     kv_key_file: Path | None = None  # DSUF_KV_KEY_FILE
     blas_threads: str | None = None  # OPENBLAS_NUM_THREADS, which NumPy's library reads by itself
@@ -117,6 +120,7 @@ def read_environment(environ: dict[str, str] | None = None) -> Environment:
         runtime_dir=Path(runtime) / "dsuf" if runtime else Path(tempfile.gettempdir()) / f"dsuf-{os.getuid()}",
         api_key=given.get("DSUF_API_KEY") or None,
         sm=given.get("DSUF_SM") or None,
+        kernels=Path(given["DSUF_KERNELS"]) if given.get("DSUF_KERNELS") else None,
         redis_url=given.get("DSUF_REDIS_URL") or None,
         kv_key_file=Path(given["DSUF_KV_KEY_FILE"]) if given.get("DSUF_KV_KEY_FILE") else None,
         blas_threads=given.get("OPENBLAS_NUM_THREADS") or None,

@@ -235,7 +235,7 @@ def _values(parameter: Parameter, seed: int, first_row: int, rows: int, columns:
     quantised = parameter.kind in ("fp8", "fp4", "rows")
     name = parameter.name + ".weight" if quantised else parameter.name
     values = uniform(name, first_row * columns, rows * columns, seed).reshape(rows, columns)
-    mean, sigma = _statistics(parameter)
+    mean, sigma = statistics(parameter)
     # Rounded to float32 in this order: the bytes for seed 0 are given.
     values *= np.float32(sigma * math.sqrt(3))
     if parameter.kind == "norm":
@@ -263,8 +263,15 @@ def uniform(name: str, first: int, count: int, seed: int = 0) -> np.ndarray:
     return values
 
 
-def _statistics(parameter: Parameter) -> tuple[float, float]:
-    """Mean and sigma; for norms the sigma is relative to the mean."""
+def arrays(parameter: Parameter, seed: int) -> tuple[np.ndarray, ...]:
+    """The one or two arrays that store a whole parameter, shaped as its tensors are; for small ones."""
+    rows, columns = parameter.shape[0], math.prod(parameter.shape[1:])
+    made = _stored(parameter, _values(parameter, seed, 0, rows, columns))
+    return tuple(array.reshape(info.shape) for array, info in zip(made, parameter.tensors(), strict=True))
+
+
+def statistics(parameter: Parameter) -> tuple[float, float]:
+    """Mean and sigma of a parameter's values; for norms the sigma is relative to the mean."""
     name, kind, fan_in = parameter.name, parameter.kind, parameter.shape[-1]
     *_, owner, last = ("", *name.split("."))
     if kind == "norm":

@@ -109,6 +109,10 @@ class Device:
         with self.faults("loading kernels"):
             self._launchers.update((cubin.name, Launcher(cubin)) for cubin in cubins)
 
+    def make_current(self) -> None:
+        """Let this thread use the device too."""
+        self._device.set_current()
+
     # ---- memory
 
     def allocate(self, nbytes: int, what: str) -> int:
@@ -200,9 +204,16 @@ class Device:
     # ---- work
 
     def launch(
-        self, name: str, *args: float, grid: tuple[int, int] | None = None, dependent: bool | None = None
+        self,
+        name: str,
+        *args: float,
+        grid: tuple[int, int] | None = None,
+        shared: int | None = None,
+        dependent: bool | None = None,
     ) -> None:
-        """Queue the kernel of a catalogue entry; `dependent` overrides the device's."""
+        """Queue the kernel of a catalogue entry. `shared`: bytes of dynamic shared memory, if fewer than the kernel's
+        most; `dependent` overrides the device's.
+        """
         launcher = self._launchers.get(name)
         if launcher is None:
             raise DeviceError(
@@ -212,7 +223,8 @@ class Device:
         self._count()
         with self.faults(f"launching {name}"):
             where = self._builder if self._builder is not None else self.stream
-            launcher.launch(where, *args, grid=grid, dependent=self.dependent if dependent is None else dependent)
+            early = self.dependent if dependent is None else dependent
+            launcher.launch(where, *args, grid=grid, shared=shared, dependent=early)
 
     @property
     def kernels(self) -> frozenset[str]:

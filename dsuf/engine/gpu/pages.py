@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dsuf.engine.gpu.launches import Pool
+from dsuf.engine.gpu.step_walk import Caches
 from dsuf.errors import DeviceError
 from dsuf.kernels.compress import PAIR_RING
 from dsuf.kernels.engram import HISTORY
@@ -121,6 +123,13 @@ class Pages:
     def address(self, slot: int, number: int) -> int:
         """The page of tokens 128 number .. of a slot."""
         return self.pool + self._held[slot][number] * self.page_bytes
+
+    @property
+    def caches(self) -> Caches:
+        """What the walks read and write."""
+        pool = Pool(self.pool, self.table, self.most_pages, self.layout)
+        layer_pitch = self.ring * self.row_bytes
+        return Caches(self.windows, self.window_pitch, layer_pitch, self.ring, pool, self.pairs, self.history, HISTORY)
 
     # ---- slots and pages
 

@@ -55,7 +55,7 @@ class Part:
             return -(-n // pack.ROWS) * (k // pack.chunk_width(k, pack.BF16_CHUNK)) * pack.bf16_chunk_bytes(k)
         if self.layout == "fp8":
             return n // pack.ROWS * (k // pack.chunk_width(k)) * pack.fp8_chunk_bytes(k)
-        most = GATE_UP_CHUNK if self.layout == "w13" else 256
+        most = GATE_UP_CHUNK if self.layout == "w13" else pack.FP8_CHUNK
         return self.experts * (n // pack.ROWS) * (k // pack.chunk_width(k, most)) * pack.fp4_chunk_bytes(k, most)
 
 
@@ -96,7 +96,8 @@ class _Share:
         return self._cut(part, "n", unit, split)
 
     def columns(self, part: Part) -> Part:
-        return self._cut(part, "k", 64, "columns")
+        mine = part.k // self.ranks
+        return self._cut(part, "k", pack.FP8_CHUNK if mine >= pack.WIDE_K else pack.SMALL_CHUNK, "columns")
 
     def experts(self, part: Part) -> Part:
         return self._cut(part, "experts", 1, "experts")
@@ -142,10 +143,10 @@ def _block(spec: Spec, owner: str, prefix: str, experts: int, share: _Share) -> 
     yield share.experts(Part(owner, "experts_w13", routed, "w13", (expert,), 2 * inner, width, experts))
     yield share.experts(Part(owner, "experts_w2", routed, "w2", (expert,), width, inner, experts))
     shared = ("ffn.shared_experts.w1", "ffn.shared_experts.w3")
-    whole = inner % (64 * share.ranks) > 0
     gate_up = fp8("shared_gate_up", 2 * inner, width, *shared)
-    yield gate_up if whole else share.rows(gate_up)
-    yield share.columns(fp8("shared_down", width, inner, "ffn.shared_experts.w2"))
+    down = share.columns(fp8("shared_down", width, inner, "ffn.shared_experts.w2"))
+    yield gate_up if down.split is None else share.rows(gate_up)
+    yield down
 
 
 def _sources(spec: Spec, layer: int) -> Iterator[Part]:

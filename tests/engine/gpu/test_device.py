@@ -92,10 +92,13 @@ class TestStandIn:
         assert device.unwritten(b, 64) == 48
 
     def test_a_launch_runs_the_body_with_checked_memory(self, device):
-        table, out = device.allocate(4 * 128 * 2, "weights"), device.allocate(4 * 128 * 2, "workspace")
-        name = next(n for n in sorted(device.kernels) if n.startswith("embed/") and n != "embed/v41")
-        with pytest.raises((Unwritten, OutOfBounds)):
-            device.launch(name, *[table] * (len(_parameters(name)) - 1), out, grid=(1, 1))
+        table, out = device.allocate(256, "weights"), device.allocate(1024, "workspace")
+        with pytest.raises(Unwritten):
+            device.launch("fill", out, 1024, 16, 16, 1, table, 0, 1, 2, grid=(1, 1))
+        with pytest.raises(OutOfBounds):
+            device.launch("fill", out, 2048, 16, 16, 0, 0, 0, 1, 2, grid=(1, 1))
+        device.launch("fill", out, 1024, 16, 16, 0, 0, 0, 1, 2, grid=(1, 1))
+        assert device.unwritten(out, 1024) == 0 and device.log["fill"] == 1
 
     def test_a_graph_runs_its_calls_again_and_nothing_before(self, device):
         a, b = device.allocate(16, "a"), device.allocate(16, "b")
@@ -109,9 +112,3 @@ class TestStandIn:
     def test_an_unknown_kernel_is_named(self, device):
         with pytest.raises(DeviceError, match="no kernel nothing/v41"):
             device.launch("nothing/v41")
-
-
-def _parameters(name):
-    from tests.support.simt_device import expanded
-
-    return expanded(name).parameters

@@ -6,15 +6,18 @@ import numpy as np
 import pytest
 
 from dsuf import formats
-from dsuf.engine.gpu import weight_plan, weights
+from dsuf.engine.gpu import weight_fill, weight_plan, weights
+from dsuf.engine.gpu.engram_tables import place_on_device
 from dsuf.kernels import pack
 from dsuf.kernels.catalogue import CONFIGS
+from dsuf.model import synthetic
 from dsuf.model.checkpoint import Checkpoint
+from dsuf.model.inventory import parameters
 from dsuf.model.synthetic import load_config, write_checkpoint
 from dsuf.spec import Spec
 from tests.support.simt_device import SimtDevice
 
-REAL = Spec.load(CONFIGS / "v41-flash.json")
+REAL, TINY = (Spec.load(CONFIGS / name) for name in ("v41-flash.json", "tiny.json"))
 
 
 @pytest.fixture(scope="module")
@@ -94,3 +97,88 @@ class TestLoading:
         got = device.download(held.class_map, 4 * spec.vocab_size).view(np.int32)
         assert np.array_equal(got, tiny.class_map())
         assert sum(device.held().values()) < 1.2 * sum(p.nbytes for p in held.parts)
+
+
+@pytest.fixture(scope="module")
+def filled():
+    device, config = SimtDevice(), load_config("tiny")
+    classes = np.arange(TINY.vocab_size, dtype=np.int32) % 700
+    held = weights.Weights.allocate(device, TINY, classes, positions=1024)
+    place_on_device(held)
+    return held, weight_fill.fill(held, config, seed=3)
+
+
+class TestFilling:
+    def test_every_byte_is_written(self, filled):
+        held, total = filled
+        assert total == sum(part.nbytes for part in held.parts)
+        for part in held.parts:
+            assert held.device.unwritten(held.address(part), part.nbytes) == 0, part
+
+    @pytest.mark.parametrize(
+        ("owner", "name", "sigma"),
+        [("layers.2", "wq_b", 0.95 / 8), ("layers.2", "wo_a", 1.6 / 128**0.5), ("mtp.0", "shared_down", 0.2625 / 8)],
+    )
+    def test_fp8_matrices_have_the_sigma_of_their_kind(self, filled, owner, name, sigma):
+        part, raw = _part(filled[0], owner, name)
+        chunk = pack.fp8_chunk_bytes(part.k)
+        raw = raw.reshape(-1, chunk)
+        codes, scales = raw[:, :-16], raw[:, -16]
+        values = formats.e4m3_decode(codes) * formats.ue8m0_decode(scales)[:, None]
+        assert np.isfinite(values).all() and abs(values.std() / sigma - 1) < 0.03 and abs(values.mean()) < sigma / 20
+
+    def test_experts_have_every_code_under_one_scale(self, filled):
+        part, raw = _part(filled[0], "layers.0", "experts_w2")
+        raw = raw.reshape(-1, pack.fp4_chunk_bytes(part.k))
+        codes, scales = raw[:, : 8 * 64], raw[:, 8 * 64 :]
+        assert (scales == scales[0, 0]).all()
+        sigma = 1.05 * 0.25 / 8
+        assert 2**-0.5 < 2.93 * formats.ue8m0_decode(scales[0, :1])[0] / sigma < 2**0.5
+        counts = np.bincount(codes.ravel(), minlength=256)
+        assert counts.min() > 0.6 * counts.mean() and counts.max() < 1.4 * counts.mean()
+
+    def test_vectors_are_those_of_synth(self, filled, tiny):
+        _, raw = _part(filled[0], "layers.1", "attn_norm")
+        with_seed = synthetic.arrays(next(_parameters("layers.1.attn_norm.weight")), 3)[0]
+        assert np.array_equal(raw.view(np.uint16), with_seed)
+        assert not np.array_equal(with_seed, tiny.raw("layers.1.attn_norm.weight"))
+
+    def test_embedding_and_tables(self, filled):
+        _, raw = _part(filled[0], "", "embed")
+        assert abs(formats.bf16_to_float32(raw.view(np.uint16)).std() / 0.12 - 1) < 0.02
+        _, codes = _part(filled[0], "layers.1", "engram_table")
+        _, scales = _part(filled[0], "layers.1", "engram_table_scales")
+        assert (scales == scales[0]).all()
+        values = formats.e4m3_decode(codes) * formats.ue8m0_decode(scales[:1])[0]
+        assert abs(values.std() / 0.5 - 1) < 0.02
+
+    def test_the_words_follow_the_rule(self):
+        device = SimtDevice()
+        at = device.allocate(4096, "weights")
+        device.launch("fill", at, 4096, 1024, 512, 0, 0, 0x11223344, 5, 6, grid=(1, 1))
+        raw = device.download(at, 4096).view(np.uint32)
+        for first in (0, 17, 300):
+            unit = first // 4
+            want = 0x11223344 if unit * 16 % 1024 >= 512 else int(_word(first, 5, 6))
+            assert raw[first] == want
+
+
+def _part(held, owner, name):
+    part = next(p for p in held.parts if (p.owner, p.name) == (owner, name))
+    return part, held.device.download(held.address(part), part.nbytes)
+
+
+def _parameters(name):
+    return (p for p in parameters(TINY, load_config("tiny")) if p.name == name)
+
+
+def _mix(x):
+    x ^= x >> np.uint32(16)
+    x *= np.uint32(0x7FEB352D)
+    x ^= x >> np.uint32(15)
+    x *= np.uint32(0x846CA68B)
+    return x ^ x >> np.uint32(16)
+
+
+def _word(i, key0, key1):
+    return _mix(_mix(np.array(i ^ key0, np.uint32)) ^ np.uint32(key1))

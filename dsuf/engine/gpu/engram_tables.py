@@ -1,0 +1,169 @@
+"""Where Engram's tables are: on the device, or in page-locked host memory that the gather kernel reads over PCIe.
+
+    device          all rows on the device: when the ledger allows
+    device-sharded  each rank holds a share of the rows: several GPUs
+    host            a memfd, on 2 MiB pages where the machine has them free, registered with CUDA in pieces of 1 GiB
+
+A token reads 24 rows of 264 bytes a layer, so that even over PCIe the bytes are few; what host memory costs is latency,
+and page-locking at start: 0.67 s a GiB with 4 KiB pages. The memfd can outlive the engine process that filled it (who
+starts engines keeps the descriptor): then a restart only registers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from dsuf.engine.gpu.weight_plan import Part, plan
+from dsuf.engine.gpu.weights import TABLES, Weights
+from dsuf.errors import DeviceError, EnvironmentProblem
+from dsuf.spec import Spec
+
+if TYPE_CHECKING:
+    from dsuf.engine.gpu.device import Device
+    from dsuf.model.checkpoint import Checkpoint
+
+Placement = Literal["device", "device-sharded", "host"]
+PIECE = 1 << 30  # registered at a time
+HUGE_PAGE = 2 << 20
+HEADER = 4096  # of the memfd: the mark of complete tables
+REGISTER_S_PER_GIB = {4096: 0.67, HUGE_PAGE: 0.1}  # seconds to page-lock a GiB, by page size
+MEMINFO = Path("/proc/meminfo")
+
+
+def table_parts(spec: Spec) -> list[Part]:
+    """The tables' parts, all rows."""
+    return [part for part in plan(spec) if part.name in TABLES]
+
+
+def table_bytes(spec: Spec) -> int:
+    """Bytes of all tables."""
+    return sum(part.nbytes for part in table_parts(spec))
+
+
+def choose(spec: Spec, free: int, ranks: int) -> Placement:
+    """The placement for `free` bytes a device beside everything else: the fastest that fits."""
+    nbytes = table_bytes(spec)
+    if ranks > 1 and -(-nbytes // ranks) <= free:
+        return "device-sharded"
+    return "device" if nbytes <= free else "host"
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What the tables of a checkpoint would cost in host memory on this machine."""
+
+    nbytes: int
+    free_bytes: int  # of memory
+    huge_bytes: int  # free in 2 MiB pages
+    page_bytes: int  # of the pages that would be used
+    register_s: float
+
+
+def forecast(spec: Spec, meminfo: Path = MEMINFO) -> Forecast:
+    """For `dsuf doctor`: pages, memory, seconds."""
+    fields = {}
+    for line in meminfo.read_text(encoding="ascii").splitlines():
+        name, _, value = line.partition(":")
+        fields[name] = int(value.split()[0])
+    nbytes = table_bytes(spec)
+    huge = fields.get("HugePages_Free", 0) * fields.get("Hugepagesize", 0) * 1024
+    page = HUGE_PAGE if huge >= nbytes else 4096
+    free = max(fields.get("MemAvailable", 0) * 1024, huge)
+    return Forecast(nbytes, free, huge, page, nbytes / PIECE * REGISTER_S_PER_GIB[page])
+
+
+def place_on_device(weights: Weights) -> None:
+    """Take device memory for the tables (of the rank's rows); load or fill them like other parts."""
+    for part in weights.parts:
+        if part.name in TABLES:
+            address = weights.device.allocate(part.nbytes, f"weights, {part.kind}")
+            setattr(weights.owner(part), part.name, address)
+
+
+class HostTables:
+    """Tables in host memory; `fd` is the memfd, for whoever wants to keep it, `huge` whether it is on 2 MiB pages."""
+
+    def __init__(self, device: Device, spec: Spec, fd: int | None = None) -> None:
+        self.device, self.parts = device, table_parts(spec)
+        self.nbytes = HEADER + sum(_whole(part.nbytes) for part in self.parts)
+        self.nbytes = -(-self.nbytes // HUGE_PAGE) * HUGE_PAGE
+        self.fd, self._map, self.huge = _map(self.nbytes, fd)
+        self._view = np.frombuffer(self._map, np.uint8)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._registered: list[int] = []
+
+    def load(self, checkpoint: Checkpoint | None, mark: bytes, progress: Callable[[int], None] | None = None) -> bool:
+        """Fill from the checkpoint and register, a piece at a time. True if the memory held `mark`'s tables already.
+
+        `mark` names the checkpoint (at most 64 bytes). None: leave the bytes as they are, for measurements.
+        """
+        kept = bytes(self._view[: len(mark)]) == mark
+        for first in range(0, self.nbytes, PIECE):
+            size = min(PIECE, self.nbytes - first)
+            if not kept and checkpoint is not None:
+                self._fill(checkpoint, first, size)
+            self.device.register(self.address + first, size)
+            self._registered.append(self.address + first)
+            if progress is not None:
+                progress(size)
+        self._view[: len(mark)] = np.frombuffer(mark, np.uint8)
+        return kept
+
+    def place(self, weights: Weights) -> None:
+        """Let the gather kernel read here."""
+        for part, at in self._places():
+            setattr(weights.owner(part), part.name, self.address + at)
+
+    def close(self) -> None:
+        """Unregister; the memory goes with its last descriptor and mapping."""
+        for address in self._registered:
+            self.device.unregister(address)
+        self._registered = []
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def _places(self) -> Iterator[tuple[Part, int]]:
+        at = HEADER
+        for part in self.parts:
+            yield part, at
+            at += _whole(part.nbytes)
+
+    def _fill(self, checkpoint: Checkpoint, first: int, size: int) -> None:
+        """Copy what falls into `size` bytes from `first` on."""
+        for part, at in self._places():
+            low, high = max(first, at), min(first + size, at + part.nbytes)
+            if low < high:
+                raw = checkpoint.raw(part.tensors[0]).reshape(-1).view(np.uint8)
+                self._view[low:high] = raw[low - at : high - at]
+
+
+def _whole(nbytes: int) -> int:
+    """Up to a multiple of a small page."""
+    return -(-nbytes // HEADER) * HEADER
+
+
+def _map(nbytes: int, fd: int | None) -> tuple[int, mmap.mmap, bool]:
+    """(descriptor, mapping, whether on huge pages) of given or new memory."""
+    if fd is not None:
+        if os.fstat(fd).st_size != nbytes:
+            raise DeviceError(f"kept Engram memory has {os.fstat(fd).st_size} bytes, expected {nbytes}; restart dsuf.")
+        return fd, mmap.mmap(fd, nbytes), os.fstat(fd).st_blksize == HUGE_PAGE
+    for flags in (os.MFD_HUGETLB, 0):
+        new = os.memfd_create("dsuf-engram", os.MFD_CLOEXEC | flags)
+        with contextlib.suppress(OSError):  # fewer free huge pages than that
+            os.ftruncate(new, nbytes)
+            return new, mmap.mmap(new, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE), bool(flags)
+        os.close(new)
+    raise EnvironmentProblem(
+        f"cannot map {nbytes / PIECE:.1f} GiB of host memory for Engram's tables. Use more GPUs, or a larger machine."
+    )
