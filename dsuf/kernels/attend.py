@@ -1,21 +1,29 @@
 """Attention of decode rows over window ring and selected entries; keys are values, one set for all heads.
 
-    partial  for each tile of 64 keys: m = max_t s_t, l = sum_t 2^(s_t - m), O = sum_t bf16(2^(s_t - m)) k_t
-             s_t = log2(e) rope(q) . k_t / sqrt(d)
-    combine  o = sum_i O_i 2^(m_i - M) / (sum_i l_i 2^(m_i - M) + 2^(log2(e) sink - M)), inverse rope, bf16
+    s_t = rope(q) . k_t / sqrt(d);  o = sum_t e^(s_t - M) k_t / (sum_t e^(s_t - M) + e^(sink - M)), inverse rope, bf16
 
-q bf16 [rows, H, d] before rope; o bf16 [rows, H, d]. Window keys are positions first .. last of the row's ring (rows of
-latents.window_row_bytes: e4m3, ue8m0 per 32); selected entries are e2m1 with one e4m3 scale per 16 in pages
-(layout.py), selected int32 [rows, topk], `chosen` of them. Both dequantise exactly to bf16 in shared memory. Tiles:
-window first, then selected, at fixed places, so that a row's sums do not depend on other rows. partials float32 [rows,
-tiles, H, d], stats float32 [rows, tiles, H, 2].
+q bf16 [rows, H, d] before rope; o bf16 [rows, H, d]. The keys of a row are positions first .. last of its window ring
+(rows of latents.window_row_bytes: e4m3, ue8m0 per 32), then `chosen` of selected int32 [rows, topk]: e2m1 with one
+e4m3 scale per 16 in pages (layout.py), an entry's page is entry >> (7 - shift) with shift 1 for ratio 2. chosen 0 (the
+address): window only. The drafter's block sees its own five latents: they stand in the ring at the block's positions,
+with first and last the same for its five rows. Reference: dsuf.ops.attend.attend. Bytes: 528 a window key, 288 a
+selected one, a row; latency decides.
 
-The drafter's block sees its own five latents: they stand in the ring at the block's positions, with first and last the
-same for its five rows. Reference: dsuf.ops.attend.attend. Bytes: 528 a window key, 288 a selected one, a row; the
-partial sums of 640 keys are 1.3 MB a row and live in L2.
+A cluster of 8 blocks shares a row and up to 32 heads: each takes an eighth of the keys, dequantises them to bf16 in
+shared memory (exact), and makes scores, probabilities relative to its own largest score (rounded to bf16 as the
+official kernel rounds them), and its part of the sum. Then each block adds up the eight parts of its share of the
+heads, in the order of ranks. Shares depend on the row's own number of keys only. A warp owns d / 8 columns, in the
+products with q (whose parts the block adds up, in the order of warps) and in those with the values.
 
-Shared memory of a tile: 64 keys of d bf16 in chunks of 16 bytes, chunk c of key n at c ^ swizzle(n), where the products
-with q (8 keys, neighbouring chunks) and the transposed loads for the values (8 keys, one chunk) touch all banks once.
+Keys in shared memory, divided by 256: rows of d bf16 in chunks of 16 bytes, chunk c of key n at c ^ swizzle(n), where
+the products with q (8 keys, neighbouring chunks) and the transposed loads for the values (8 keys, one chunk) touch all
+banks once.
+
+    hand-off                     who writes   who waits    reused
+    addresses, keys              the block    the block    never
+    scores of a warp's columns   each warp    the block    by the parts of the sum, after probabilities are made
+    probabilities                each warp    the block    never
+    parts, largest, sums         the block    the cluster  never; the last cluster barrier keeps them alive
 """
 
 from __future__ import annotations
@@ -24,7 +32,7 @@ from typing import Any
 
 from dsuf.kernels.catalogue import Entry, Width
 from dsuf.kernels.lang import Kernel, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
-from dsuf.kernels.latents import MOST_ROWS, RING_EXTRA, window_row_bytes
+from dsuf.kernels.latents import MOST_ROWS, window_row_bytes
 from dsuf.kernels.ptx.convert import (
     as_bits,
     as_float,
@@ -33,32 +41,35 @@ from dsuf.kernels.ptx.convert import (
     bf16x2,
     div,
     e4m3x4_bf16,
+    e4m3x4_bf16_scaled,
     exp2_approx,
     fma,
     fmax,
-    fp4x8_bf16,
+    fp4x8_bf16_scaled,
     mul_bf16x2,
     prmt,
 )
 from dsuf.kernels.ptx.memory import (
-    ldg_f32,
     ldg_u8,
     ldg_u32,
     ldg_u32x2,
     ldg_u32x4,
-    lds_u32x2,
     lds_u32x4,
     ldw_f32,
     shared_base,
-    stg_f32,
     stg_u32x2,
     sts_u32x2,
     sts_u32x4,
 )
-from dsuf.kernels.ptx.mma import ldmatrix_x4_trans, mma_bf16
+from dsuf.kernels.ptx.mma import ldmatrix_x4, ldmatrix_x4_trans, mma_bf16
 from dsuf.kernels.ptx.sync import (
     block_index,
-    block_index_y,
+    cluster_address,
+    cluster_arrive,
+    cluster_rank,
+    cluster_wait,
+    ld_cluster_f32,
+    ld_cluster_u32x4,
     let_next_kernel_start,
     sync_threads,
     sync_warp,
@@ -69,16 +80,31 @@ from dsuf.kernels.quantise import max_over, sum_over
 from dsuf.kernels.rope import phase, rotated
 from dsuf.layout import PAGE_TOKENS
 from dsuf.ops.attend import attend
+from dsuf.spec import Spec
 
-TILE = 64  # keys
+CLUSTER = 8  # blocks that share the keys of a row: the portable most
+PAGE_SHIFT = PAGE_TOKENS.bit_length() - 1
 LOG2_E = 1.4426950408889634
 MASKED, LEAST = -3.0e38, -1.0e30
-QUAD = (1, 2)  # lanes that hold the same rows of a product
+UNIT = 256.0  # keys stand in shared memory in this unit, so that the factors of their codes are bf16 numbers
+RING_BIAS, PAGE_BIAS = 112, 0x7A807A80  # of the exponent of a ring's scale; 2^118 twice, for a page's scale
+HEAD_LANES = (1, 2, 4)  # eight lanes make one head's probabilities
 
 
-def tiles(window: int, topk: int) -> int:
-    """Tiles of a row: those of the window (at most `window` keys), then those of the selection."""
-    return -(-window // TILE) + -(-topk // TILE)
+def heads_of_block(h: int) -> int:
+    """Heads of a cluster: whole product tiles, 32 at most."""
+    return min(32, -(-h // 16) * 16)
+
+
+def blocks(h: int) -> int:
+    """Blocks of a row; the grid is that times the rows."""
+    return CLUSTER * -(-h // heads_of_block(h))
+
+
+def most_keys(spec: Spec) -> int:
+    """Keys of a row that the entries are made for: those of a sparse layer, or the drafter's, in whole shares."""
+    keys = max(spec.sliding_window + spec.index_topk, spec.sliding_window + spec.dspark_block_size)
+    return max(128, -(-keys // (16 * CLUSTER)) * 16 * CLUSTER)
 
 
 @inline
@@ -88,234 +114,260 @@ def chunk_address(base: Any, key: Any, chunk: Any, pitch: Any) -> Any:
 
 
 @inline
-def turn(word: Any, table: Any, at: Any) -> Any:
-    """A bf16 pair rotated by the phase in shared memory at pair index `at`."""
-    cs = lds_u32x2(uint32(table + at * 8))
-    a, b = rotated(bf16_low(word), bf16_high(word), as_float(cs[0]), as_float(cs[1]))
+def turn(word: Any, c: Any, s: Any) -> Any:
+    """A bf16 pair rotated by a phase."""
+    a, b = rotated(bf16_low(word), bf16_high(word), c, s)
     return bf16x2(b, a)
 
 
 @inline
-def score_group(score: Any, low: Any, high: Any, keys: Any, k: Any, g: Any, t: Any, pitch: Any) -> None:
-    """score[n] += 32 columns of q (rows g and g + 8) times those of keys 8n .. 8n + 7."""
-    for n in unroll(8):
-        w = lds_u32x4(chunk_address(keys, int32(8 * n + g), int32(4 * k + t), pitch))
-        score[n] = mma_bf16((low[0], high[0], low[1], high[1]), (w[0], w[1]), score[n])
-        score[n] = mma_bf16((low[2], high[2], low[3], high[3]), (w[2], w[3]), score[n])
+def whole(low: Any, high: Any) -> Any:
+    """An address from its two words."""
+    return int64(low) | int64(high) << 32
 
 
-def make_partial(*, h: int, d: int, rope: int, ring: int, window: int, topk: int, ratio: int) -> Kernel:
-    """h heads, padded to 16; window keys at most; topk 0: window only."""
-    M_TILES, PITCH, ROW = -(-h // 16), d * 2, window_row_bytes(d)
-    PARTS = 1 if d < 128 else max(1, 8 // M_TILES)  # warps of 16 heads, each with its share of d
-    WARPS = M_TILES * PARTS
-    THREADS, GROUPS, OUT_TILES = WARPS * 32, d // 32, d // 8 // PARTS
-    WINDOW_TILES, TILES, PIECES = -(-window // TILE), tiles(window, topk), d // 16
-    HALF, TAIL = rope // 2, d - rope
-    ROWS_OF_PAGE = PAGE_TOKENS // max(ratio, 1)
-    AT_PHASE = TILE * PITCH
-    SCALE = LOG2_E * d**-0.5
+def make(*, h: int, d: int, rope: int, most: int) -> Kernel:
+    """h heads of d = 64, 128, 256 or 512 columns, rope the turned tail; most: keys of a row, a multiple of 128."""
+    HEADS, SHARE, ROW = heads_of_block(h), most // CLUSTER, window_row_bytes(d)
+    SETS, M_TILES = -(-h // HEADS), HEADS // 16
+    WARPS = min(8, d // 32)
+    THREADS, COLUMNS, PITCH = WARPS * 32, d // WARPS, d * 2  # columns of a warp
+    GROUPS, PIECES = COLUMNS // 32, d // 16
+    AT_ONCE = THREADS // PIECES  # keys that the block dequantises at once
+    PASSES = -(-SHARE // AT_ONCE)
+    LINE = SHARE + 8  # words of a line of scores, elements of a line of probabilities: all banks once
+    QUADS = -(-SHARE // 32)  # quads of neighbouring keys of a lane when probabilities are made
+    OUT_LINE = d + 8
+    AT_ADDRESS = SHARE * PITCH
+    AT_STATS = AT_ADDRESS + 16 * SHARE
+    AT_P = AT_STATS + 8 * HEADS
+    AT_SCORE = AT_P + 2 * HEADS * LINE
+    SHARED = AT_SCORE + 4 * HEADS * max(WARPS * LINE, OUT_LINE)
+    HALF, TAIL, SCALE = rope // 2, d - rope, LOG2_E * UNIT * d**-0.5
+    OWN = HEADS // CLUSTER  # heads whose parts a block adds up
+    ITEMS = OWN * d // 4  # of four columns
+    ROUNDS = -(-ITEMS // THREADS)
 
     @kernel(
-        threads=THREADS, grid=(MOST_ROWS * TILES,), shared=AT_PHASE + HALF * 8, name=f"attend_{h}x{d}_w{window}_k{topk}"
-    )
-    def partial(
-        q: s64, windows: s64, pitch: s64, selected: s64, chosen: s64, pages: s64, most_pages: s32, page_codes: s64,
-        page_scales: s64, page_bytes: s64, sequence: s64, position: s64, first: s64, last: s64, table: s64, out: s64,
-        stats: s64,
+        threads=THREADS, grid=(CLUSTER * SETS * MOST_ROWS,), shared=SHARED, cluster=CLUSTER,
+        name=f"attend_{h}x{d}_{most}",
+    )  # fmt: skip
+    def attention(
+        q: s64, windows: s64, pitch: s64, ring: s32, sequence: s64, position: s64, first: s64, last: s64, selected: s64,
+        topk: s32, chosen: s64, pages: s64, most_pages: s32, page_codes: s64, page_scales: s64, page_bytes: s64,
+        shift: s32, table: s64, sink: s64, out: s64,
     ) -> None:  # fmt: skip
         tid = int32(thread_index())
         lane = int32(tid & 31)
         warp = int32(tid >> 5)
         g = int32(lane >> 2)
         t = int32(lane & 3)
-        row = int64(block_index() // TILES)
-        tile = int32(block_index() % TILES)
+        rank = int32(cluster_rank())
+        row = int64(block_index() // (CLUSTER * SETS))
+        heads = int32(block_index() // CLUSTER % SETS * HEADS)  # the first of this block
         sm = shared_base()
         wait_for_previous_kernel()
         let_next_kernel_start()
         owner = int64(int32(ldg_u32(sequence + row * 4)))
+        place = int32(ldg_u32(position + row * 4))
         start = int32(ldg_u32(first + row * 4))
-        count = int32(int32(ldg_u32(last + row * 4)) + 1 - start)
-        base = int32(tile * TILE)
-        if topk > 0 and tile >= WINDOW_TILES:
-            base = int32((tile - WINDOW_TILES) * TILE)
-            count = int32(ldg_u32(chosen + row * 4))
-        keys = int32(count - base)  # that this tile holds, if positive
-        if owner >= 0 and keys > 0:
-            for p in range(tid, HALF, THREADS):
-                c, s = phase(table, int32(ldg_u32(position + row * 4)), p, HALF)
-                sts_u32x2(uint32(sm + AT_PHASE + p * 8), (as_bits(c), as_bits(s)))
-            for i in range(tid, TILE * PIECES, THREADS):
-                key = int32(i // PIECES)
-                piece = int32(i - key * PIECES)
+        window_keys = int32(int32(ldg_u32(last + row * 4)) + 1 - start)
+        n = window_keys
+        if chosen != 0:
+            n = int32(n + int32(ldg_u32(chosen + row * 4)))
+        # q of this warp's columns: (group, rows g and g + 8 of a product tile) -> four words
+        a = regs(8 * GROUPS * M_TILES)
+        for k in unroll(GROUPS):
+            for m in unroll(2 * M_TILES):
+                head = int32(heads + 8 * m + g)
+                of_q = q + ((row * h + min(head, h - 1)) * d + warp * COLUMNS + 32 * k + 8 * t) * 2
+                a[8 * M_TILES * k + 4 * m : 8 * M_TILES * k + 4 * m + 4] = ldg_u32x4(of_q)
+        share = int32(((n + CLUSTER - 1) // CLUSTER + 7) // 8 * 8)
+        base = int32(rank * share)
+        mine = int32(max(min(n - base, share), 0))
+        mine = int32(mine if owner >= 0 else 0)
+        from_ring = int32(max(min(window_keys - base, mine), 0))
+        padded = int32((mine + 15) // 16 * 16)
+        for i in range(tid, mine, THREADS):
+            code = windows + owner * pitch + int64((start + base + i) % ring) * ROW
+            scale = code + d
+            if i >= from_ring:
+                entry = int32(ldg_u32(selected + (row * topk + base + i - window_keys) * 4))
+                page = int32(entry >> (PAGE_SHIFT - shift))
+                slot = int64(entry - (page << (PAGE_SHIFT - shift)))
+                where = int64(ldg_u32(pages + (owner * most_pages + page) * 4)) * page_bytes
+                code = page_codes + where + slot * (d // 2)
+                scale = page_scales + where + slot * (d // 16)
+            words = (uint32(code), uint32(code >> 32), uint32(scale), uint32(scale >> 32))
+            sts_u32x4(uint32(sm + AT_ADDRESS + 16 * i), words)
+        if owner >= 0:
+            for k in unroll(GROUPS):
+                column = int32(warp * COLUMNS + 32 * k + 8 * t)
+                if column >= TAIL:
+                    for j in unroll(4):
+                        c, s = phase(table, place, int32((column - TAIL) // 2 + j), HALF)
+                        for m in unroll(2 * M_TILES):
+                            a[4 * (2 * M_TILES * k + m) + j] = turn(a[4 * (2 * M_TILES * k + m) + j], c, s)
+        sync_threads()
+        # all loads of keys are asked for, then dequantised: a thread has 16 columns of every AT_ONCE-th key
+        piece = int32(tid % PIECES)
+        code4 = regs(4 * PASSES, uint32(0))
+        factor = regs(PASSES, uint32(0))
+        for i in unroll(PASSES):
+            key = int32(tid // PIECES + i * AT_ONCE)
+            if key < mine:
+                w = regs(4)
+                w = lds_u32x4(uint32(sm + AT_ADDRESS + 16 * key))
+                code = whole(w[0], w[1])
+                scale = whole(w[2], w[3])
+                if key < from_ring:
+                    code4[4 * i : 4 * i + 4] = ldg_u32x4(code + piece * 16)
+                    factor[i] = ldg_u8(scale + (piece >> 1))
+                else:
+                    code4[4 * i : 4 * i + 2] = ldg_u32x2(code + piece * 8)
+                    factor[i] = ldg_u8(scale + piece)
+        for i in unroll(PASSES):
+            key = int32(tid // PIECES + i * AT_ONCE)
+            if key < padded:
                 v = regs(8, uint32(0))
-                if key < keys:
-                    if topk > 0 and tile >= WINDOW_TILES:
-                        entry = int32(ldg_u32(selected + (row * topk + base + key) * 4))
-                        page = int32(entry // ROWS_OF_PAGE)
-                        where = int64(ldg_u32(pages + (owner * most_pages + page) * 4)) * page_bytes
-                        slot = int64(entry - page * ROWS_OF_PAGE)
-                        code = ldg_u32x2(page_codes + where + (slot * (d // 2) + piece * 8))
-                        scale = e4m3x4_bf16(ldg_u8(page_scales + where + (slot * (d // 16) + piece)))
-                        both = prmt(scale[0], uint32(0), uint32(0x1010))
-                        for j in unroll(2):
-                            four = fp4x8_bf16(code[j])
-                            for m in unroll(4):
-                                v[4 * j + m] = mul_bf16x2(four[m], both)
-                    else:
-                        line = windows + owner * pitch + int64((start + base + key) % ring) * ROW
-                        code4 = ldg_u32x4(line + piece * 16)
-                        exponent = ldg_u8(line + d + (piece >> 1))
-                        both = uint32(exponent << 7 | exponent << 23)
-                        for j in unroll(4):
-                            two = e4m3x4_bf16(code4[j])
-                            v[2 * j] = mul_bf16x2(two[0], both)
-                            v[2 * j + 1] = mul_bf16x2(two[1], both)
+                if key < from_ring:
+                    both = uint32(factor[i] + RING_BIAS << 7 | factor[i] + RING_BIAS << 23)
+                    for j in unroll(4):
+                        v[2 * j : 2 * j + 2] = e4m3x4_bf16_scaled(code4[4 * i + j], both)
+                else:
+                    both = mul_bf16x2(prmt(e4m3x4_bf16(factor[i])[0], uint32(0), uint32(0x1010)), uint32(PAGE_BIAS))
+                    v[0:4] = fp4x8_bf16_scaled(code4[4 * i], both)
+                    v[4:8] = fp4x8_bf16_scaled(code4[4 * i + 1], both)
                 sts_u32x4(chunk_address(sm, key, int32(2 * piece), PITCH), v[0:4])
                 sts_u32x4(chunk_address(sm, key, int32(2 * piece + 1), PITCH), v[4:8])
         sync_threads()
-        if owner >= 0 and keys > 0:
-            # scores of 16 heads and all 64 keys; the warps of one set of heads repeat this for each other
-            head = int32(warp // PARTS * 16 + g)
-            q_low = q + ((row * h + (head if head < h else 0)) * d + t * 8) * 2
-            q_high = q + ((row * h + (head + 8 if head + 8 < h else 0)) * d + t * 8) * 2
-            score = regs(8, (0.0, 0.0, 0.0, 0.0))
-            for k in range(TAIL // 32):
-                a = ldg_u32x4(q_low + k * 64)
-                b = ldg_u32x4(q_high + k * 64)
-                score_group(score, a, b, sm, k, g, t, PITCH)
-            for k in range(TAIL // 32, GROUPS):
-                x = regs(8)
-                x[0:4] = ldg_u32x4(q_low + k * 64)
-                x[4:8] = ldg_u32x4(q_high + k * 64)
-                if k * 32 + t * 8 >= TAIL:
-                    for j in unroll(4):
-                        at = int32(k * 16 + t * 4 + j - TAIL // 2)
-                        x[j] = turn(x[j], uint32(sm + AT_PHASE), at)
-                        x[4 + j] = turn(x[4 + j], uint32(sm + AT_PHASE), at)
-                sync_warp()  # the product below wants whole warps
-                score_group(score, x[0:4], x[4:8], sm, k, g, t, PITCH)
-            top0 = LEAST
-            top1 = LEAST
-            v = regs(32)
-            for n in unroll(8):
-                for j in unroll(4):
-                    live = 8 * n + 2 * t + j % 2 < keys
-                    v[4 * n + j] = score[n][j] * SCALE if live else MASKED
-                top0 = fmax(top0, fmax(v[4 * n], v[4 * n + 1]))
-                top1 = fmax(top1, fmax(v[4 * n + 2], v[4 * n + 3]))
-            top0 = max_over(top0, QUAD)
-            top1 = max_over(top1, QUAD)
-            sum0 = 0.0
-            sum1 = 0.0
-            p = regs(16)  # probabilities as A fragments: (n, row half) -> keys 2t, 2t + 1 of key tile n
-            for n in unroll(8):
-                e0 = exp2_approx(v[4 * n] - top0)
-                e1 = exp2_approx(v[4 * n + 1] - top0)
-                e2 = exp2_approx(v[4 * n + 2] - top1)
-                e3 = exp2_approx(v[4 * n + 3] - top1)
-                sum0 = sum0 + (e0 + e1)
-                sum1 = sum1 + (e2 + e3)
-                p[2 * n] = bf16x2(e1, e0)
-                p[2 * n + 1] = bf16x2(e3, e2)
-            sum0 = sum_over(sum0, QUAD)
-            sum1 = sum_over(sum1, QUAD)
-            at_head = (row * TILES + tile) * h
-            if t == 0 and warp % PARTS == 0:
-                if head < h:
-                    stg_f32(stats + (at_head + head) * 8, top0)
-                    stg_f32(stats + (at_head + head) * 8 + 4, sum0)
-                if head + 8 < h:
-                    stg_f32(stats + (at_head + head + 8) * 8, top1)
-                    stg_f32(stats + (at_head + head + 8) * 8 + 4, sum1)
-            for n in range(OUT_TILES // 2):  # 16 columns of the result at a time
-                column = int32((warp % PARTS * OUT_TILES + 2 * n) * 8)
-                o0 = (0.0, 0.0, 0.0, 0.0)
-                o1 = (0.0, 0.0, 0.0, 0.0)
-                for k in unroll(TILE // 16):
-                    # matrices: keys 0-7 and 8-15 of this 16, columns 0-7, then the same for columns 8-15
-                    key = int32(16 * k + (lane & 7) + ((lane >> 3) & 1) * 8)
-                    w = ldmatrix_x4_trans(chunk_address(sm, key, int32((column >> 3) + (lane >> 4)), PITCH))
-                    o0 = mma_bf16(p[4 * k : 4 * k + 4], (w[0], w[1]), o0)
-                    o1 = mma_bf16(p[4 * k : 4 * k + 4], (w[2], w[3]), o1)
-                to = out + ((at_head + head) * d + column + 2 * t) * 4
-                if head < h:
-                    stg_u32x2(to, (as_bits(o0[0]), as_bits(o0[1])))
-                    stg_u32x2(to + 32, (as_bits(o1[0]), as_bits(o1[1])))
-                if head + 8 < h:
-                    stg_u32x2(to + 32 * d, (as_bits(o0[2]), as_bits(o0[3])))
-                    stg_u32x2(to + 32 * d + 32, (as_bits(o1[2]), as_bits(o1[3])))
-
-    return partial
-
-
-def make_combine(*, h: int, d: int, rope: int, window: int, topk: int) -> Kernel:
-    """A block a head and row, a thread four columns."""
-    THREADS = -(-d // 128) * 32
-    TILES, WINDOW_TILES, HALF, TAIL = tiles(window, topk), -(-window // TILE), rope // 2, d - rope
-
-    @kernel(threads=THREADS, grid=(h, MOST_ROWS), name=f"attend_combine_{h}x{d}_w{window}_k{topk}")
-    def combine(
-        partials: s64, stats: s64, sink: s64, sequence: s64, position: s64, first: s64, last: s64, chosen: s64,
-        table: s64, out: s64,
-    ) -> None:  # fmt: skip
-        tid = int32(thread_index())
-        head = int64(block_index())
-        row = int64(block_index_y())
-        wait_for_previous_kernel()
-        let_next_kernel_start()
-        if int32(ldg_u32(sequence + row * 4)) >= 0 and 4 * tid < d:
-            window_keys = int32(int32(ldg_u32(last + row * 4)) + 1 - int32(ldg_u32(first + row * 4)))
-            entries = int32(ldg_u32(chosen + row * 4)) if topk > 0 else int32(0)
-            logit = ldw_f32(sink + head * 4) * LOG2_E
+        # scores: this warp's columns of all heads, 16 keys at a time
+        for first_key in range(0, padded, 16):
+            acc = regs(2 * M_TILES, (0.0, 0.0, 0.0, 0.0))
+            for k in unroll(GROUPS):
+                for half in unroll(2):
+                    chunk = int32((warp * GROUPS + k) * 4 + t)
+                    b = lds_u32x4(chunk_address(sm, int32(first_key + 8 * half + g), chunk, PITCH))
+                    for m in unroll(M_TILES):
+                        x = regs(8)
+                        x = a[8 * (M_TILES * k + m) : 8 * (M_TILES * k + m) + 8]
+                        low = mma_bf16((x[0], x[4], x[1], x[5]), (b[0], b[1]), acc[2 * m + half])
+                        acc[2 * m + half] = mma_bf16((x[2], x[6], x[3], x[7]), (b[2], b[3]), low)
+            for half in unroll(2):
+                for m in unroll(M_TILES):
+                    line = (warp * HEADS + 16 * m + g) * LINE + first_key + 8 * half + 2 * t
+                    to = uint32(sm + AT_SCORE + line * 4)
+                    sts_u32x2(to, (as_bits(acc[2 * m + half][0]), as_bits(acc[2 * m + half][1])))
+                    sts_u32x2(uint32(to + 32 * LINE), (as_bits(acc[2 * m + half][2]), as_bits(acc[2 * m + half][3])))
+        sync_threads()
+        # probabilities: eight lanes a head, quads of keys
+        for one in range(warp * 4 + (lane >> 3), HEADS, 4 * WARPS):
+            v = regs(4 * QUADS, MASKED)
             top = LEAST
-            for i in unroll(TILES):
-                held = window_keys - i * TILE if i < WINDOW_TILES else entries - (i - WINDOW_TILES) * TILE
-                if held > 0:
-                    top = fmax(top, ldg_f32(stats + ((row * TILES + i) * h + head) * 8))
-            total = exp2_approx(logit - top)
-            v = regs(4, 0.0)
-            for i in unroll(TILES):
-                held = window_keys - i * TILE if i < WINDOW_TILES else entries - (i - WINDOW_TILES) * TILE
-                if held > 0:
-                    at = (row * TILES + i) * h + head
-                    f = exp2_approx(ldg_f32(stats + at * 8) - top)
-                    total = fma(ldg_f32(stats + at * 8 + 4), f, total)
-                    w = ldg_u32x4(partials + (at * d + 4 * tid) * 4)
+            for i in unroll(QUADS):
+                key = int32(4 * ((lane & 7) + 8 * i))
+                if key < padded:
+                    summed = regs(4, 0.0)
+                    for w in unroll(WARPS):
+                        part = lds_u32x4(uint32(sm + AT_SCORE + ((w * HEADS + one) * LINE + key) * 4))
+                        for j in unroll(4):
+                            summed[j] = summed[j] + as_float(part[j])
                     for j in unroll(4):
-                        v[j] = fma(as_float(w[j]), f, v[j])
-            word = regs(2)
-            for j in unroll(2):
-                word[j] = bf16x2(div(v[2 * j + 1], total), div(v[2 * j], total))
-            if 4 * tid >= TAIL:
-                place = int32(ldg_u32(position + row * 4))
+                        v[4 * i + j] = summed[j] * SCALE if key + j < mine else MASKED
+                        top = fmax(top, v[4 * i + j])
+            sync_warp()
+            top = max_over(top, HEAD_LANES)
+            weight = 0.0
+            for i in unroll(QUADS):
+                key = int32(4 * ((lane & 7) + 8 * i))
+                e = regs(4)
+                for j in unroll(4):
+                    e[j] = exp2_approx(v[4 * i + j] - top)
+                weight = weight + ((e[0] + e[1]) + (e[2] + e[3]))
+                if key < padded:
+                    sts_u32x2(uint32(sm + AT_P + (one * LINE + key) * 2), (bf16x2(e[1], e[0]), bf16x2(e[3], e[2])))
+            sync_warp()
+            weight = sum_over(weight, HEAD_LANES)
+            if lane & 7 == 0:
+                sts_u32x2(uint32(sm + AT_STATS + 8 * one), (as_bits(top), as_bits(weight)))
+        sync_threads()
+        # this warp's columns of the sum
+        o = regs(COLUMNS // 8 * M_TILES, (0.0, 0.0, 0.0, 0.0))
+        for first_key in range(0, padded, 16):
+            p = regs(4 * M_TILES)
+            for m in unroll(M_TILES):
+                line = (16 * m + (lane & 15)) * LINE + first_key + (lane >> 4) * 8
+                p[4 * m : 4 * m + 4] = ldmatrix_x4(uint32(sm + AT_P + line * 2))
+            for c in unroll(COLUMNS // 16):
+                chunk = int32(warp * (COLUMNS // 8) + 2 * c + (lane >> 4))
+                b = ldmatrix_x4_trans(chunk_address(sm, int32(first_key + (lane & 15)), chunk, PITCH))
+                for m in unroll(M_TILES):
+                    o[COLUMNS // 8 * m + 2 * c] = mma_bf16(
+                        p[4 * m : 4 * m + 4], (b[0], b[1]), o[COLUMNS // 8 * m + 2 * c]
+                    )
+                    o[COLUMNS // 8 * m + 2 * c + 1] = mma_bf16(
+                        p[4 * m : 4 * m + 4], (b[2], b[3]), o[COLUMNS // 8 * m + 2 * c + 1]
+                    )
+        for m in unroll(M_TILES):
+            for c in unroll(COLUMNS // 8):
+                four = o[COLUMNS // 8 * m + c]
+                line = (16 * m + g) * OUT_LINE + warp * COLUMNS + 8 * c + 2 * t
+                to = uint32(sm + AT_SCORE + line * 4)
+                sts_u32x2(to, (as_bits(four[0]), as_bits(four[1])))
+                sts_u32x2(uint32(to + 32 * OUT_LINE), (as_bits(four[2]), as_bits(four[3])))
+        cluster_arrive()
+        cluster_wait()
+        # the cluster's parts of this block's heads, four columns a thread
+        for round in unroll(ROUNDS):
+            item = int32(tid + round * THREADS)
+            one = int32(rank * OWN + item // (d // 4))
+            column = int32(item % (d // 4) * 4)
+            if owner >= 0 and item < ITEMS and heads + one < h:
+                logit = ldw_f32(sink + int64(heads + one) * 4) * LOG2_E
+                cos = regs(2, 1.0)
+                sin = regs(2, 0.0)
+                if column >= TAIL:
+                    for j in unroll(2):
+                        cos[j], sin[j] = phase(table, place, int32((column - TAIL) // 2 + j), HALF)
+                stats = uint32(sm + AT_STATS + 8 * one)
+                parts = uint32(sm + AT_SCORE + (one * OUT_LINE + column) * 4)
+                sums = regs(4 * CLUSTER, uint32(0))
+                tops = regs(CLUSTER, LEAST)
+                weights = regs(CLUSTER, 0.0)
+                most_top = LEAST
+                for r in unroll(CLUSTER):
+                    if r * share < n:
+                        tops[r] = ld_cluster_f32(cluster_address(stats, uint32(r)))
+                        weights[r] = ld_cluster_f32(cluster_address(uint32(stats + 4), uint32(r)))
+                        sums[4 * r : 4 * r + 4] = ld_cluster_u32x4(cluster_address(parts, uint32(r)))
+                for r in unroll(CLUSTER):
+                    most_top = fmax(most_top, tops[r])
+                total = exp2_approx(logit - most_top)
+                v = regs(4, 0.0)
+                for r in unroll(CLUSTER):
+                    f = exp2_approx(tops[r] - most_top)
+                    total = fma(weights[r], f, total)
+                    for j in unroll(4):
+                        v[j] = fma(as_float(sums[4 * r + j]), f, v[j])
+                word = regs(2)
                 for j in unroll(2):
-                    c, s = phase(table, place, int32(2 * tid - TAIL // 2 + j), HALF)
-                    a, b = rotated(bf16_low(word[j]), bf16_high(word[j]), c, -s)
-                    word[j] = bf16x2(b, a)
-            stg_u32x2(out + ((row * h + head) * d + 4 * tid) * 2, word)
+                    word[j] = bf16x2(div(v[2 * j + 1] * UNIT, total), div(v[2 * j] * UNIT, total))
+                    if column >= TAIL:
+                        word[j] = turn(word[j], cos[j], -sin[j])
+                stg_u32x2(out + ((row * h + heads + one) * d + column) * 2, word)
+        sync_warp()  # the cluster barrier wants whole warps
+        cluster_arrive()
+        cluster_wait()
 
-    return combine
+    return attention
 
 
 def entries(width: Width) -> list[Entry]:
-    """Window-only and sparse attention of the backbone, and the drafter's, whose window holds its own block too."""
-    spec, found = width.spec, []
-    h, d, rope, w = spec.num_attention_heads, spec.head_dim, spec.qk_rope_head_dim, spec.sliding_window
-    kinds = {"window": (w, 0, 0), "draft": (w + spec.dspark_block_size, 0, 0)}
-    for ratio in sorted({role.ratio for role in spec.layers if role.ratio}):
-        kinds[f"ratio{ratio}"] = (w, spec.index_topk, ratio)
-    for name, (window, topk, ratio) in kinds.items():
-        shape = {"h": h, "d": d, "rope": rope, "window": window, "topk": topk}
-        keys = window + topk
-        nbytes = MOST_ROWS * (window * (d + d // 32) + topk * (d // 2 + d // 16) + 4 * h * d)
-        operations = 4 * MOST_ROWS * h * d * keys
-        extra = {"ring": w + RING_EXTRA, "ratio": ratio}
-        label = f"attend.{name}/{width.label}"
-        found.append(Entry(label, make_partial, shape | extra, width.chips, attend, nbytes, operations))
-        if ratio != 2:  # one combine for every ratio
-            parts = MOST_ROWS * tiles(window, topk) * h * d
-            label = f"attend_combine.{name if not ratio else 'sparse'}/{width.label}"
-            found.append(Entry(label, make_combine, shape, width.chips, attend, 4 * parts, 2 * parts))
-    return found
+    """One kernel for every layer and the drafter."""
+    spec = width.spec
+    h, d, most = spec.num_attention_heads, spec.head_dim, most_keys(spec)
+    shape = {"h": h, "d": d, "rope": spec.qk_rope_head_dim, "most": most}
+    window, topk = spec.sliding_window, spec.index_topk
+    nbytes = MOST_ROWS * (window * (d + d // 32) + topk * (d // 2 + d // 16) + 4 * h * d)
+    operations = 4 * MOST_ROWS * h * d * (window + topk)
+    return [Entry(f"attend/{width.label}", make, shape, width.chips, attend, nbytes, operations)]

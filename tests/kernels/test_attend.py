@@ -8,14 +8,16 @@ import pytest
 from dsuf import formats
 from dsuf.kernels import attend as family
 from dsuf.kernels import rope
-from dsuf.kernels.latents import RING_EXTRA, window_row_bytes
+from dsuf.kernels.latents import window_row_bytes
 from dsuf.layout import PAGE_TOKENS
 from dsuf.ops import qdq
 from dsuf.ops.attend import attend
 from dsuf.ops.numerics import NUMERICS
 from tests.kernels.helpers import assert_near, bf16, execute, values
 
-WIDTHS = {"tiny": (4, 64, 16, 8, 8), "wide": (20, 128, 32, 72, 96)}  # heads, d, rope, window, topk
+WIDTHS = {
+    "tiny": (4, 64, 16, 8, 8), "wide": (20, 128, 32, 72, 96), "real": (64, 512, 64, 128, 512)
+}  # heads, d, rope, window, topk  # fmt: skip
 
 
 def turned(x: np.ndarray, position: np.ndarray, w: np.ndarray, sign: int) -> np.ndarray:
@@ -31,7 +33,7 @@ class Case:
 
     def __init__(self, rng: np.random.Generator, width: str, ratio: int, positions: list[int], inactive: int = -1):
         self.h, self.d, self.rope, self.window, topk = WIDTHS[width]
-        self.topk, self.ratio, self.ring = topk if ratio else 0, ratio, self.window + RING_EXTRA
+        self.topk, self.ratio, self.ring = topk if ratio else 0, ratio, self.window + 24
         rows, d = len(positions), self.d
         self.position = np.array(positions, np.int32)
         self.sequence = rng.permutation(rows).astype(np.int32)
@@ -57,24 +59,18 @@ class Case:
         self.per_page = per_page
 
     def run(self) -> np.ndarray:
-        rows, tiles = len(self.position), family.tiles(self.window, self.topk)
-        table = rope.tables(self.w, 4096)
-        partials = np.full((rows, tiles, self.h, self.d), np.nan, np.float32)
-        stats, out = np.full((rows, tiles, self.h, 2), np.nan, np.float32), np.full(self.q.shape, 0x7FC0, np.uint16)
-        shape = {"h": self.h, "d": self.d, "rope": self.rope, "window": self.window, "topk": self.topk}
-        page_rows = self.per_page
-        page = np.concatenate(
-            [self.codes.reshape(len(self.codes), -1), self.scales.reshape(len(self.scales), -1)], axis=1
-        )
+        rows, out = len(self.position), np.full(self.q.shape, 0x7FC0, np.uint16)
+        page = np.concatenate([a.reshape(len(a), -1) for a in (self.codes, self.scales)], axis=1)
         pages = np.ascontiguousarray(page)
-        first = pages.ctypes.data
-        args = [self.q, self.windows, self.windows[0].nbytes, self.selected, self.chosen, self.pages,
-                self.pages.shape[1], pages, first + page_rows * self.d // 2, pages.shape[1], self.sequence,
-                self.position, self.first, self.last, table, partials, stats]  # fmt: skip
-        kernel = family.make_partial(ring=self.ring, ratio=self.ratio, **shape)
-        execute(kernel, args, grid=(rows * tiles, 1))
-        execute(family.make_combine(**shape), [partials, stats, self.sink, self.sequence, self.position, self.first,
-                                               self.last, self.chosen, table, out], grid=(self.h, rows))  # fmt: skip
+        most = -(-(self.window + 5 + self.topk) // 128) * 128
+        kernel = family.make(h=self.h, d=self.d, rope=self.rope, most=most)
+        sparse = self.ratio > 0
+        args = [self.q, self.windows, self.windows[0].nbytes, self.ring, self.sequence, self.position, self.first,
+                self.last, self.selected if sparse else 0, self.selected.shape[1], self.chosen if sparse else 0,
+                self.pages if sparse else 0, self.pages.shape[1], pages if sparse else 0,
+                pages.ctypes.data + self.per_page * self.d // 2, pages.shape[1], int(self.ratio == 2),
+                rope.tables(self.w, 4096), self.sink, out]  # fmt: skip
+        execute(kernel, args, grid=(family.blocks(self.h) * rows, 1))
         return out
 
     def expected(self, row: int) -> np.ndarray:
@@ -92,10 +88,10 @@ class Case:
         return turned(formats.round_bf16(o).astype(float), place, self.w, -1)[0]
 
 
-@pytest.mark.parametrize(("width", "ratio"), [("tiny", 0), ("tiny", 2), ("tiny", 1), ("wide", 2)])
+@pytest.mark.parametrize(("width", "ratio"), [("tiny", 0), ("tiny", 2), ("tiny", 1), ("wide", 2), ("real", 1)])
 def test_attention_agrees_with_the_op(width: str, ratio: int):
-    positions = {"tiny": [0, 1, 5, 7, 9, 300, 301], "wide": [3, 130, 700]}[width]
-    case = Case(np.random.default_rng(ratio), width, ratio, positions, inactive=1)
+    positions = {"tiny": [0, 1, 5, 7, 9, 300, 301], "wide": [3, 130, 700], "real": [600]}[width]
+    case = Case(np.random.default_rng(ratio), width, ratio, positions, inactive=1 if width != "real" else -1)
     out = case.run()
     for row in range(len(positions)):
         if case.sequence[row] < 0:
@@ -106,10 +102,32 @@ def test_attention_agrees_with_the_op(width: str, ratio: int):
         assert_near(values(out[row]), want, 2.0**-7, 2.0**-7 * np.abs(want).max())
 
 
-def test_a_row_is_the_same_bits_alone():
-    case = Case(np.random.default_rng(8), "tiny", 2, [40, 300, 77])
+def test_rows_of_a_drafted_block_see_all_of_it():
+    case = Case(np.random.default_rng(3), "tiny", 0, [50, 51, 52, 53, 54])
+    case.sequence[:] = 2
+    case.first[:], case.last[:] = 43, 54
+    out = case.run()
+    for row in range(5):
+        want = case.expected(row)
+        assert_near(values(out[row]), want, 2.0**-7, 2.0**-7 * np.abs(want).max())
+
+
+def test_a_row_without_keys_is_zero():
+    case = Case(np.random.default_rng(3), "tiny", 0, [50])
+    case.first[:], case.last[:] = 51, 50
+    assert not values(case.run()).any()
+
+
+@pytest.mark.parametrize("rows", [6, 16, 48])
+def test_a_row_is_the_same_bits_in_any_launch(rows: int):
+    rng = np.random.default_rng(rows)
+    case = Case(rng, "tiny", 2, [int(p) for p in rng.integers(0, 400, rows)])
+    case.sequence[:3] = -1
+    case.q[:3] = 0x7FC0
+    for name in ("position", "first", "last", "chosen", "selected"):
+        getattr(case, name)[:3] = 1 << 30
     together = case.run()
-    for row in range(3):
+    for row in (3, rows - 1):
         alone = Case.__new__(Case)
         alone.__dict__ = dict(case.__dict__)
         for name in ("position", "sequence", "first", "last", "q", "chosen", "selected"):
