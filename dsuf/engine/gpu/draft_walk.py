@@ -30,7 +30,6 @@ class Batch:
     count: int
     groups: int
     sampled: bool  # somebody draws at random
-    masked: bool  # a constraint's masks and limits are in work.mask and work.limit
 
 
 def draft(k: Launches, m: Model, batch: Batch) -> None:

@@ -65,7 +65,7 @@ class Launches:
     def project(self, name: str, w: int, x: int, scales: int, y: int) -> None:
         """y = x W^T of a projection of dsuf.kernels.project; `scales` 0 where x is bf16."""
         how = launch_of(self.width, self._projections[name], self.count)
-        self.launch(how.name, w, x, scales, y, self.count, *how.arguments, grid=how.grid)
+        self.launch(how.name, w, x, scales, y, self.count, *how.arguments, grid=how.grid, shared=how.shared)
 
     def quantise(self, x: int, codes: int, scales: int, k: int) -> None:
         """codes, scales = q8(x), k columns."""
@@ -86,7 +86,7 @@ class Launches:
         """Fresh streams, and class ids into the history."""
         r, d = self.rows, self.spec.hidden_size
         self.launch(
-            "embed", r.token, r.sequence, r.position, embedding, streams, class_map, history, history_slots, d,
+            "embed", r.token, r.sequence, r.position, embedding, streams, class_map, history, d,
             grid=(-(-d // EMBED_SPAN), self.count),
         )  # fmt: skip
 
@@ -98,7 +98,7 @@ class Launches:
         scales.
         """
         self.launch(
-            f"seam/{self.width}", slots, parts, last, *streams, sums[0], *mix, fn, g, *x, sums[1], tapped, folded,
+            f"seam/{self.width}", parts, slots, last, *streams, sums[0], *mix, fn, g, *x, sums[1], tapped, folded,
             grid=(mixes.blocks(self.spec.hidden_size) * self.count, 1),
         )  # fmt: skip
 
@@ -109,7 +109,7 @@ class Launches:
         """Engram's table rows of each row."""
         r, spec = self.rows, self.spec
         self.launch(
-            "engram.gather", history, history_slots, r.sequence, r.position, constants, table, table_scales, codes,
+            "engram.gather", history, r.sequence, r.position, constants, table, table_scales, codes,
             scales, spec.engram_n_heads, spec.engram_head_dim, pad_class, grid=(spec.engram_columns, self.count),
         )  # fmt: skip
 

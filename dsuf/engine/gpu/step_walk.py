@@ -64,13 +64,26 @@ class Residual:
         self._at = self._turn = 0  # current buffers
         self._mix = self._mix_before = (0, 0)
 
+    @classmethod
+    def at(cls, k: Launches, work: Workspace, block: Any) -> Residual:
+        """Where the attention input of `block` has just been made, with streams and sums in the first buffers."""
+        residual = cls(k, work)
+        residual._mix = (block.hc_attn_scale, block.hc_attn_base)
+        return residual
+
     @property
     def streams(self) -> int:
         """bf16 [R, 4, D] as they are now."""
         return self._work.streams[self._at]
 
+    @property
+    def sums(self) -> int:
+        """float32 [R, 26] of the sublayer that comes next."""
+        return self._work.sums[self._turn]
+
     def first(self, block: Any, tapped: int = 0) -> None:
         """Attention input of the first layer, from fresh streams."""
+        self._mix = (block.hc_attn_scale, block.hc_attn_base)  # asked for ahead of time, not used
         self._seam(FIRST, block, "attn", block.attn_norm, tapped, 0)
 
     def after_attention(self, block: Any) -> None:
@@ -105,7 +118,6 @@ def backbone(k: Launches, m: Model) -> None:
     residual = enter(k, m)
     for layer in range(m.spec.num_hidden_layers):
         layer_walk(k, m, residual, layer)
-    leave(k, m, residual)
 
 
 def enter(k: Launches, m: Model) -> Residual:
@@ -118,19 +130,18 @@ def enter(k: Launches, m: Model) -> Residual:
     return residual
 
 
-def leave(k: Launches, m: Model, residual: Residual) -> None:
-    """The last fold and norm."""
-    residual.after_experts(m.spec.num_experts_per_tok, m.weights.layers[-1], m.weights.norm)
-
-
-def layer_walk(k: Launches, m: Model, residual: Residual, layer: int) -> None:
-    """One layer from its attention input to the attention input of the next, if there is one."""
+def layer_walk(k: Launches, m: Model, residual: Residual, layer: int, *, compress: bool = True) -> None:
+    """One layer from its attention input to the attention input of the next, or to the head's. `compress` False leaves
+    the compressed cache as it is.
+    """
     weights, role = m.weights.layers[layer], m.spec.layers[layer]
-    attention(k, m, role)
+    attention(k, m, role, compress=compress)
     residual.after_attention(weights)
     moe(k, m, weights, m.spec.n_routed_experts, m.spec.num_experts_per_tok, m.expert_counter)
     if layer + 1 < m.spec.num_hidden_layers:
         to_next(k, m, residual, layer + 1)
+    else:
+        residual.after_experts(m.spec.num_experts_per_tok, weights, m.weights.norm)
 
 
 def to_next(k: Launches, m: Model, residual: Residual, layer: int) -> None:
@@ -163,7 +174,7 @@ def engram(k: Launches, m: Model, residual: Residual, layer: int) -> None:
 
 
 def attention(k: Launches, m: Model, role: LayerRole, *, compress: bool = True) -> None:
-    """work.x -> work.last. `compress` False leaves the compressed cache as it is."""
+    """work.x -> work.last."""
     w, c, weights = m.work, m.caches, m.weights.layers[role.index]
     table = m.weights.rope_compressed if role.ratio else m.weights.rope_plain
     queries(k, m, weights, table, role.index)

@@ -1,0 +1,353 @@
+"""The backend of one GPU: sequences as slots on the device, steps as captured graphs, the host one step ahead.
+
+`enqueue` queues a step while the one before still runs; `poll` hands over what the ring of results shows. The device
+knows first where a sequence ends, so a step that was queued too late for one finds its slot inactive and runs nothing
+for it. A step whose drafts the host must see (constraints) or whose logits it wants (a trace) makes the host wait.
+
+The prompt's last token is the first row of the decode path: prefill runs the ones before it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dsuf.engine.backend import Emitted, Limits, Progress, StepCounts
+from dsuf.engine.gpu.copies import Copies
+from dsuf.engine.gpu.machine import Machine
+from dsuf.engine.gpu.prefilling import Prefilling
+from dsuf.engine.gpu.step_graph import Bucket, Entry, bucket_of, splits
+from dsuf.engine.messages import FinishReason, TokenLogprobs
+from dsuf.engine.options import EngineOptions
+from dsuf.engine.sequence import Sequence, StepRecord
+from dsuf.engine.tier import Buffer
+from dsuf.errors import DeviceError, UsageError
+from dsuf.kernels import slots as words
+from dsuf.kernels.slots import Record, slot_record, top_logprobs
+from dsuf.layout import SnapshotLayout, resume_step
+
+if TYPE_CHECKING:
+    from dsuf.engine.gpu.device import Device, Event
+    from dsuf.model.checkpoint import Checkpoint
+
+ClassMap = Callable[["Checkpoint"], np.ndarray | None]
+AHEAD = 2  # steps that may be queued and not yet collected
+REASONS: dict[int, FinishReason] = {words.STOP: "stop", words.LENGTH: "length"}
+PAUSE_S = 20e-6  # between looks at the ring
+LOOK_S = 2e-3  # between looks at the device, whether it still lives
+
+
+@dataclass
+class Held:
+    """A sequence on the device."""
+
+    sequence: Sequence
+    slot: int
+    generation: int
+    decoder_start: int = 0  # first position whose decoder rows are real
+    oldest: int = 0  # where it was restored
+    tail_from: int | None = None  # truncated prefill: the decoder has seen nothing from here on
+    decodes: bool = False  # its slot is admitted
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A queued step."""
+
+    number: int
+    held: tuple[Held, ...]
+    rows: tuple[int, ...]  # first row of each
+    event: Event
+    first: bool  # it gives a prompt's first token: no decode step
+
+
+class GpuBackend:
+    """See `dsuf.engine.backend.Backend` for what each method promises."""
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        class_map: ClassMap | None,
+        device: Device,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        graphs: bool = True,
+    ) -> None:
+        self._options, self._class_map, self._device, self._clock = options, class_map, device, clock
+        self._graphs = graphs
+        self._held: dict[str, Held] = {}
+        self._queued: deque[_Pass] = deque()
+        self._emitted: list[Emitted] = []
+        self._generation = 0
+        self._steps = 0
+
+    def load(self, progress: Progress) -> None:
+        self._machine = Machine.load(self._options, self._class_map, self._device, progress, graphs=self._graphs)
+        self.checkpoint = self._machine.checkpoint
+        self._pages, self._graph = self._machine.pages, self._machine.steps
+        self._copies = Copies(self._pages)
+        self._prefilling = Prefilling(self._machine, self._options)
+
+    @property
+    def limits(self) -> Limits:
+        m = self._machine
+        return Limits(
+            backend="gpu",
+            vocab_size=m.spec.vocab_size,
+            max_context=m.max_context,
+            draft_len=m.spec.dspark_block_size,
+            max_rows=words.MOST_ROWS,
+            cache_pages=self._pages.count,
+            page_bytes=self._pages.page_bytes,
+            snapshot_bytes=SnapshotLayout.of(m.spec).snapshot_bytes,
+            resume_step=resume_step(m.spec),
+        )
+
+    # ---- prompts
+
+    def prefill(self, sequence: Sequence, rows: int, budget_s: float) -> bool:
+        held = self._held.get(sequence.id) or self._open(sequence)
+        deadline = self._clock() + budget_s
+        while rows > 0:
+            rows -= self._prefilling.run(held, rows)
+            if sequence.prefilled == sequence.prompt_len:
+                self._first_token(held)
+                return True
+            self._device.record().wait()
+            if self._clock() >= deadline:
+                break
+        return False
+
+    def _open(self, sequence: Sequence) -> Held:
+        self._generation += 1
+        held = Held(sequence, self._pages.open(), self._generation)
+        self._held[sequence.id] = held
+        self._reserve(held)
+        return held
+
+    def _reserve(self, held: Held) -> None:
+        sequence = held.sequence
+        self._pages.reserve(held.slot, sequence.prompt_len + len(sequence.emitted) + self.limits.lookahead)
+
+    def _first_token(self, held: Held) -> None:
+        """The prompt's last token as a decode row of its own."""
+        self._admit(held)
+        self._room()
+        self._step([held], first=True)
+
+    def _admit(self, held: Held) -> None:
+        """The slot's record: the last token, run by nobody yet, and everything that decides about the next ones."""
+        sequence = held.sequence
+        request, sampling = sequence.request, sequence.request.sampling
+        record = slot_record(
+            token=sequence.last_token, position=sequence.last_position, emitted=len(sequence.emitted),
+            budget=sequence.budget, eos=request.eos_ids, ignore_eos=request.ignore_eos,
+            min_tokens=request.min_tokens, temperature=sampling.temperature, top_p=sampling.top_p,
+            top_k=sampling.top_k, seed=sampling.seed, verify=-1 if sequence.verify is None else sequence.verify,
+            threshold=self._options.verify_threshold, drafts=sequence.draft, logprobs=sampling.logprobs,
+            decoder_start=held.decoder_start, masked=sequence.constraint is not None, generation=held.generation,
+        )  # fmt: skip
+        self._graph.admit(held.slot, record)
+        held.decodes = True
+
+    # ---- steps
+
+    def enqueue(self, batch: Items[Sequence]) -> int:
+        held = [self._held[sequence.id] for sequence in batch]
+        for one in held:
+            self._reserve(one)
+        entries = [self._entry(one) for one in held]
+        for part in splits(entries):
+            self._room()
+            self._step([held[i] for i in part])
+        return self._steps
+
+    def _entry(self, held: Held) -> Entry:
+        sequence, block = held.sequence, self._machine.spec.dspark_block_size
+        if not sequence.draft:
+            return Entry(held.slot, 1, drafts=False)
+        return Entry(held.slot, 1 + (block if sequence.verify is None else min(sequence.verify, block)), drafts=True)
+
+    def _step(self, held: list[Held], *, first: bool = False) -> None:
+        """Queue one step; look between its halves, or wait for its end, where somebody needs that."""
+        entries = [Entry(one.slot, 1, drafts=False) if first else self._entry(one) for one in held]
+        sampling = [one.sequence.request.sampling for one in held]
+        masked = any(one.sequence.constraint is not None for one in held)
+        bucket = bucket_of(
+            entries,
+            self._machine.spec.dspark_block_size,
+            sampled=any(one.temperature > 0 for one in sampling),
+            masked=masked,
+            logprobs=any(one.logprobs is not None for one in sampling),
+        )
+        if masked:
+            self._collect(wait=0)  # what may follow depends on every token so far
+            held = self._without_faults(held)
+            if not held:
+                return
+            entries = [Entry(one.slot, 1, drafts=False) if first else self._entry(one) for one in held]
+        self._graph.draft(bucket, entries)
+        if masked:
+            self._constrain(held, entries, bucket)
+        number = self._graph.verify(bucket)
+        starts = np.cumsum([0, *(entry.rows for entry in entries)])[:-1]
+        self._queued.append(_Pass(number, tuple(held), tuple(map(int, starts)), self._device.record(), first))
+        self._steps += not first
+        if any(one.sequence.trace is not None and one.sequence.trace.keep_logits for one in held):
+            self._collect(wait=0)
+
+    def _without_faults(self, held: list[Held]) -> list[Held]:
+        """Those whose constraint can go on; the others end here."""
+        left = []
+        for one in held:
+            constraint = one.sequence.constraint
+            if constraint is not None and constraint.allowed([], self._machine.spec.vocab_size) is None:
+                self._fail(one)
+            else:
+                left.append(one)
+        return left
+
+    def _fail(self, held: Held) -> None:
+        self._emitted.append(Emitted(held.sequence, [], "error", message=held.sequence.constraint.fault))
+        self._graph.set(held.slot, active=False)
+
+    def _constrain(self, held: list[Held], entries: list[Entry], bucket: Bucket) -> None:
+        """Masks and limits of the rows, from the drafts that the first half has just made."""
+        drafts = self._graph.drafts(entries) if bucket.groups else [[] for _ in entries]
+        vocabulary = self._machine.spec.vocab_size
+        limits = np.full(words.MOST_ROWS, words.MOST_ROWS, np.int32)
+        masks: dict[int, np.ndarray] = {}
+        for index, (one, own) in enumerate(zip(held, drafts, strict=True)):
+            if one.sequence.constraint is None:
+                continue
+            allowed = one.sequence.constraint.allowed(own, vocabulary)
+            if allowed is None:
+                self._fail(one)
+                continue
+            limits[index], masks[index] = len(allowed), allowed
+        self._graph.send_masks(limits, masks)
+
+    # ---- what came out
+
+    def poll(self) -> list[Emitted]:
+        self._collect(wait=len(self._queued))
+        self._copies.progress()
+        emitted, self._emitted = self._emitted, []
+        return emitted
+
+    def _room(self) -> None:
+        """Wait until one more step may be queued."""
+        self._collect(wait=AHEAD - 1)
+
+    def _collect(self, *, wait: int) -> None:
+        """Take in steps that have ended, and wait until at most `wait` are left."""
+        while self._queued:
+            done = self._graph.result(self._queued[0].number)
+            if done is None and len(self._queued) <= wait:
+                return
+            if done is None:
+                done = self._await(self._queued[0])
+            self._take(self._queued.popleft(), done)
+
+    def _await(self, step: _Pass) -> list[Record]:
+        """Block until a step has ended. Raises DeviceError where it never will."""
+        look = self._clock() + LOOK_S
+        while (done := self._graph.result(step.number)) is None:
+            time.sleep(PAUSE_S)
+            if self._clock() < look:
+                continue
+            look = self._clock() + LOOK_S
+            if step.event.done() and self._graph.result(step.number) is None:
+                raise DeviceError(f"step {step.number} ended on GPU {self._device.index} and left no result.")
+        return done
+
+    def _take(self, step: _Pass, records: list[Record]) -> None:
+        for held, first_row, record in zip(step.held, step.rows, records, strict=False):
+            alive = self._held.get(held.sequence.id) is held
+            if alive and record.generation == held.generation and record.emitted:
+                self._emit(step, held, first_row, record)
+
+    def _emit(self, step: _Pass, held: Held, first_row: int, record: Record) -> None:
+        sequence, reason, told = held.sequence, REASONS.get(record.reason), None
+        count = len(record.emitted)
+        kept = None
+        if not step.first:
+            accepted = min(record.accepted, count)
+            kept = StepRecord(
+                record.position, record.after, record.drafted, record.confidence, accepted, record.emitted
+            )
+        if sequence.trace is not None and sequence.trace.keep_logits:
+            sequence.trace.logits.extend(self._graph.logits(first_row, count))
+        if step.first and sequence.trace is not None and sequence.trace.prompt_argmax is not None:
+            sequence.trace.prompt_argmax.append(int(np.argmax(self._graph.logits(first_row, 1)[0])))
+        wanted = sequence.request.sampling.logprobs
+        if wanted is not None:
+            rows = [self._graph.logprobs_of(step.number, first_row + i) for i in range(count)]
+            told = [
+                TokenLogprobs(*top_logprobs(row, logit, wanted)) for row, logit in zip(rows, record.logits, strict=True)
+            ]
+        sequence.emit(record.emitted, last=reason is not None)
+        rows_run = 0 if step.first else record.rows
+        self._emitted.append(Emitted(sequence, record.emitted, reason, told, kept, rows=rows_run))
+
+    # ---- going back, saving, coming back
+
+    def rewind(self, sequence: Sequence, position: int) -> None:
+        held = self._held[sequence.id]
+        if not sequence.prompt_len <= position <= sequence.last_position:
+            raise ValueError(f"position {position} is not that of an emitted token of {sequence.id!r}")
+        if position < held.oldest:
+            raise UsageError(
+                f"rewind to {position}: not before {held.oldest}, where the sequence was restored; prefill again."
+            )
+        token = sequence.emitted[position - sequence.prompt_len]
+        held.generation = -1  # steps under way say nothing of it
+        self._collect(wait=0)
+        self._generation += 1
+        held.generation = self._generation
+        held.decoder_start = min(held.decoder_start, position)
+        del sequence.emitted[position - sequence.prompt_len + 1 :]
+        assert sequence.last_token == token
+        self._admit(held)
+
+    def snapshot(self, sequence: Sequence, position: int, pages: Mapping[int, Buffer], state: Items[Buffer]) -> int:
+        held = self._held[sequence.id]
+        if position < held.oldest:
+            raise UsageError(f"save at {position}: not before {held.oldest}, where the sequence was restored.")
+        return self._copies.snapshot(held.slot, position, held.decoder_start, pages, state)
+
+    def restore(self, sequence: Sequence, position: int, pages: Items[Buffer], state: Items[Buffer]) -> int:
+        held = self._open(sequence)
+        number, held.decoder_start = self._copies.restore(held.slot, position, pages, state)
+        held.oldest = position
+        sequence.prefilled = min(position, sequence.prompt_len)
+        if sequence.emitted:
+            self._prefilling.again(held, position)
+            sequence.prefilled = sequence.prompt_len
+            self._admit(held)
+        return number
+
+    def copied(self) -> int:
+        return self._copies.progress()
+
+    def release(self, sequence: Sequence) -> None:
+        held = self._held.pop(sequence.id, None)
+        if held is not None:
+            if held.decodes:
+                self._graph.set(held.slot, active=False)
+            self._pages.release(held.slot)
+        self._emitted = [item for item in self._emitted if item.sequence is not sequence]
+
+    # ---- counts
+
+    def counts(self) -> StepCounts:
+        return self._machine.counts(self._steps)
+
+    def ledger(self) -> dict[str, int]:
+        return self._device.held()

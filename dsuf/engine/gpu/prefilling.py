@@ -1,0 +1,74 @@
+"""Prompt passes of the GPU backend: which rows of a prompt run next, and the decoder's tail at its end.
+
+With N prompt tokens, rows 0 .. N - 2 are run here; the last one belongs to the decode path. In truncated mode the tail
+covers the last sliding_window tokens of the prompt, that one included, and stands at every multiple of `resume_every`
+too. Reference: dsuf.model.reference.prefill.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dsuf.engine.gpu.prompt_rows import PromptRows
+from dsuf.engine.options import EngineOptions
+from dsuf.kernels.slots import MOST_ROWS
+
+if TYPE_CHECKING:
+    from dsuf.engine.gpu.backend import Held
+    from dsuf.engine.gpu.machine import Machine
+
+
+class Prefilling:
+    """Moves `sequence.prefilled`."""
+
+    def __init__(self, machine: Machine, options: EngineOptions) -> None:
+        self._machine, self._options = machine, options
+        self._rows = PromptRows(machine.device, machine.model, machine.steps.rows, machine.slots)
+
+    def run(self, held: Held, rows: int) -> int:
+        """One pass of at most `rows` prompt rows; how many it was."""
+        sequence, every = held.sequence, self._options.resume_every
+        start = sequence.prefilled
+        count = min(self._options.prefill_chunk, MOST_ROWS, rows, every - start % every)
+        end = start + count
+        last = end == sequence.prompt_len
+        ids = np.array(sequence.request.prompt_ids[start : end - last], np.int64)
+        if self._options.prefill == "exact":
+            self._exact(held, start, ids)
+        else:
+            self._truncated(held, start, ids, tail=last or end % every == 0, end=end)
+        sequence.prefilled = end
+        return count
+
+    def again(self, held: Held, position: int) -> None:
+        """The tokens from `position` to the last but one emitted, which a restored sequence has seen already."""
+        ids = np.array(held.sequence.ids[position : held.sequence.last_position], np.int64)
+        for at in range(0, len(ids), MOST_ROWS):
+            self._rows.exact(held.slot, position + at, ids[at : at + MOST_ROWS], held.decoder_start)
+
+    def _exact(self, held: Held, start: int, ids: np.ndarray) -> None:
+        trace = held.sequence.trace
+        if len(ids):
+            self._rows.exact(held.slot, start, ids, held.decoder_start)
+        if trace is not None and trace.keep_prompt_argmax:
+            best = np.argmax(self._rows.logits(len(ids)), axis=-1).tolist() if len(ids) else []
+            trace.prompt_argmax = (trace.prompt_argmax or []) + best
+
+    def _truncated(self, held: Held, start: int, ids: np.ndarray, *, tail: bool, end: int) -> None:
+        if held.tail_from is None:
+            held.tail_from = start
+        if len(ids):
+            self._rows.encode(held.slot, start, ids)
+        if tail:
+            self._tail(held, end, start + len(ids))
+
+    def _tail(self, held: Held, end: int, encoded: int) -> None:
+        """The decoder on the carried rows before `encoded` of the last window before `end`."""
+        first = max(held.tail_from, end - self._machine.spec.sliding_window)
+        if first > held.tail_from:
+            held.decoder_start = first
+        for at in range(first, encoded, MOST_ROWS):
+            self._rows.decode(held.slot, at, min(MOST_ROWS, encoded - at), held.decoder_start)
+        held.tail_from = None

@@ -1,0 +1,120 @@
+"""Prompts through the decode walk, up to 48 rows at a time: the slow twin of prefill_pass, and the rows run again after
+a restore.
+
+exact      every layer on every row
+truncated  layers before the candidate source on every row, and that layer's compressed entries; the decoder only on the
+           last sliding_window rows. What enters the decoder is carried in a ring of that many rows a slot.
+
+Rows write windows, pages, open pairs, history and drafter windows as decode rows do. Nothing is emitted: the prompt's
+last token is the first row of the decode path. Reference: dsuf.model.reference.prefill; reference model.md 4.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dsuf.engine.gpu import draft_walk, step_walk
+from dsuf.engine.gpu.buffers import KIND, Rows, prompt_rows
+from dsuf.engine.gpu.launches import Launches
+from dsuf.engine.gpu.step_walk import Model, Residual
+from dsuf.kernels import mixes
+from dsuf.kernels.slots import MOST_ROWS, TABLE_BYTES
+from dsuf.kernels.stream import scale_stride
+
+if TYPE_CHECKING:
+    from dsuf.engine.gpu.device import Device
+
+TABLES = 4  # row tables on their way to the device
+
+
+class PromptRows:
+    """Runs rows of one sequence; everything is queued on the current stream, nothing waits but for its own tables."""
+
+    def __init__(self, device: Device, model: Model, rows: Rows, slots: int) -> None:
+        self.device, self.model, self.rows = device, model, rows
+        spec, w = model.spec, model.work
+        d = spec.hidden_size
+        self._carried = {  # parts of a decoder input row: (address in the workspace, bytes of a row)
+            "streams": (w.streams[0], 2 * mixes.STREAMS * d),
+            "sums": (w.sums[0], 4 * mixes.SUMS),
+            "x": (w.x, 2 * d),
+            "codes": (w.x_codes, d),
+            "scales": (w.x_scales, scale_stride(d)),
+        }
+        self._rings = {
+            name: device.allocate(slots * spec.sliding_window * size, KIND) for name, (_, size) in self._carried.items()
+        }
+        self._tables = device.pinned(TABLES * TABLE_BYTES).view(np.int32).reshape(TABLES, -1, MOST_ROWS)
+        self._events: list[object] = [None] * TABLES
+        self._turn = 0
+
+    def exact(self, slot: int, start: int, ids: np.ndarray, decoder_start: int) -> None:
+        """All layers on up to 48 rows; afterwards work.x is the head's input of each."""
+        k = self._rows_of(slot, start, ids, decoder_start)
+        step_walk.backbone(k, self.model)
+        draft_walk.windows(k, self.model)
+
+    def encode(self, slot: int, start: int, ids: np.ndarray) -> None:
+        """Encoder layers, the candidate source's entries, and the decoder's input into the ring."""
+        m, k = self.model, self._rows_of(slot, start, ids, 0)
+        first = m.spec.decoder_start_layer
+        residual = step_walk.enter(k, m)
+        for layer in range(first):
+            step_walk.layer_walk(k, m, residual, layer)
+        step_walk.compress_rows(k, m, m.spec.layers[first])
+        self._carry(slot, start, len(ids), residual)
+
+    def decode(self, slot: int, start: int, count: int, decoder_start: int) -> None:
+        """Decoder layers on `count` carried rows, at most 48."""
+        m = self.model
+        k = self._rows_of(slot, start, np.zeros(count, np.int64), decoder_start)
+        first = m.spec.decoder_start_layer
+        self._fetch(slot, start, count)
+        residual = Residual.at(k, m.work, m.weights.layers[first])
+        for layer in range(first, m.spec.num_hidden_layers):
+            step_walk.layer_walk(k, m, residual, layer, compress=layer != first)
+        draft_walk.windows(k, m)
+
+    def logits(self, count: int) -> np.ndarray:
+        """float32 [count, V] of the rows that `exact` ran last; waits for them."""
+        m = self.model
+        k = Launches(self.device.launch, m.spec, self.rows, count)
+        step_walk.head(k, m, m.work.logits)
+        raw = self.device.download(m.work.logits, 4 * count * m.spec.vocab_size)
+        return raw.view(np.float32).reshape(count, -1)
+
+    def _rows_of(self, slot: int, start: int, ids: np.ndarray, decoder_start: int) -> Launches:
+        """Send the row table."""
+        place, self._turn = self._turn, (self._turn + 1) % TABLES
+        if self._events[place] is not None:
+            self._events[place].wait()
+        table = self._tables[place]
+        table[:] = prompt_rows(slot, start, ids, decoder_start, self.model.spec.sliding_window)
+        self.device.copy_async(self.rows.table, table.ctypes.data, TABLE_BYTES)
+        self._events[place] = self.device.record()
+        return Launches(self.device.launch, self.model.spec, self.rows, len(ids))
+
+    def _carry(self, slot: int, start: int, count: int, residual: Residual) -> None:
+        window = self.model.spec.sliding_window
+        kept = min(count, window)
+        for name, (_, size) in self._carried.items():
+            source = {"streams": residual.streams, "sums": residual.sums}.get(name, self._carried[name][0])
+            for row, at, rows in _pieces(start + count - kept, kept, window):
+                target = self._rings[name] + (slot * window + at) * size
+                self.device.copy_async(target, source + (count - kept + row) * size, rows * size)
+
+    def _fetch(self, slot: int, start: int, count: int) -> None:
+        window = self.model.spec.sliding_window
+        for name, (target, size) in self._carried.items():
+            for row, at, rows in _pieces(start, count, window):
+                source = self._rings[name] + (slot * window + at) * size
+                self.device.copy_async(target + row * size, source, rows * size)
+
+
+def _pieces(start: int, count: int, ring: int) -> list[tuple[int, int, int]]:
+    """(row, place in the ring, rows) of at most two runs that hold positions start .. start + count - 1."""
+    first = start % ring
+    head = min(count, ring - first)
+    return [(0, first, head)] + ([(head, 0, count - head)] if count > head else [])
