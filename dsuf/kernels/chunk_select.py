@@ -22,7 +22,7 @@ from typing import Any
 
 from dsuf.kernels.catalogue import Entry, Width
 from dsuf.kernels.lang import Kernel, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
-from dsuf.kernels.ptx.convert import as_bits, popc
+from dsuf.kernels.ptx.convert import popc
 from dsuf.kernels.ptx.memory import (
     atom_add_shared,
     ldg_u32,

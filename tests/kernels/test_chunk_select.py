@@ -1,4 +1,4 @@
-"""Streaming selection against ops.index.largest: ties, fewer than k, rising scores that fill the room, several rounds."""
+"""Streaming selection against ops.index.largest: ties, fewer than k, rising scores that fill the room."""
 
 from __future__ import annotations
 
