@@ -1,8 +1,8 @@
 """Steps of an exact selection among a row's logits by count or by mass, for a cluster that holds the row.
 
     order     largest logit first, lowest token among equals; key = float32 bits as an unsigned number of that order
-    bins      first 256 of the distance from the top, an eighth of a binade of weight each, which spread any logits; then
-              the four bytes of the key among the tokens of the one bin that the goal falls into
+    bins      first 256 of the distance from the top, an eighth of a binade of weight each, then the four
+              bytes of the key among the tokens of the bin that the goal falls into
     kept      key above the threshold, or equal to it with a token up to `cut`
 
 Counts and masses (draw.py) are whole numbers: the order in which atomics add them changes nothing. Bins lie in shared
