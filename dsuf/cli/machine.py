@@ -67,6 +67,9 @@ def memory_bytes() -> tuple[int, int]:
     return min(total, limit), min(available, max(limit - used, 0))
 
 
+MOST_GPUS = 1  # that one engine runs on
+
+
 def find_gpus() -> Gpus:
     """Ask the CUDA driver; without one, or without cuda-python, the result says which is missing."""
     try:
@@ -106,16 +109,19 @@ def git_commit(folder: Path) -> str | None:
 def choose_gpus(flag: str | None) -> tuple[int, ...]:
     """Devices to use for --gpus `flag`; () is the CPU backend.
 
-    Raises DeviceError, with what was found, when more is asked for than there is or than this build can use: fewer are
-    never taken in silence. Without the flag: all visible devices that the engine supports, which are none so far.
+    Raises DeviceError, with what was found, when more is asked for than there is or than the engine runs on: fewer are
+    never taken in silence. Without the flag: the CPU.
     """
     wanted = parse_gpus(flag) if flag is not None else 0
     if wanted in (0, ()):
         return ()
     found = find_gpus()
     names = ", ".join(f"{gpu.index}: {gpu.name} ({gpu.sm})" for gpu in found.devices) or found.problem
-    present = {gpu.index for gpu in found.devices}
-    missing = wanted > len(present) if isinstance(wanted, int) else not present.issuperset(wanted)
+    present = [gpu.index for gpu in found.devices]
+    missing = wanted > len(present) if isinstance(wanted, int) else not set(wanted) <= set(present)
     if missing:
         raise DeviceError(f"--gpus {flag} is more than this machine has. Found: {names}. Use --gpus 0 for the CPU.")
-    raise DeviceError(f"--gpus {flag}: this build has no GPU backend (found {names}). Use --gpus 0 for the CPU.")
+    chosen = tuple(present[:wanted]) if isinstance(wanted, int) else wanted
+    if len(chosen) > MOST_GPUS:
+        raise DeviceError(f"--gpus {flag}: the engine runs on {MOST_GPUS} GPU so far (found {names}). Name one.")
+    return chosen

@@ -68,7 +68,7 @@ def engine_options(
     """Check the engine's flags before anything is loaded; `ckpt` is filled in by `prepare`."""
     from dsuf.engine.options import EngineOptions
 
-    choose_gpus(gpus)
+    environment = read_environment()
     return EngineOptions(
         ckpt=Path(),
         numerics=numerics,
@@ -77,6 +77,9 @@ def engine_options(
         verify=parse_verify(verify),
         max_context=max_context,
         max_sequences=max_sequences,
+        gpus=choose_gpus(gpus),
+        kernels=environment.kernels,
+        cache=environment.cache_dir,
     )
 
 

@@ -29,6 +29,8 @@ from dsuf.errors import ConfigError, UsageError
 if TYPE_CHECKING:
     import numpy as np
 
+    from dsuf.engine.cpu import CpuBackend
+    from dsuf.engine.gpu.backend import GpuBackend
     from dsuf.model.checkpoint import Checkpoint
 
 __all__ = ["Engine", "EngineOptions", "Progress", "open_engine"]
@@ -302,15 +304,13 @@ def open_engine(
     grammars: Grammars | None = None,
     tier: TierFactory | None = None,
 ) -> Engine:
-    """Open the checkpoint on the CPU backend and load it.
+    """Open the checkpoint on the backend that `options.gpus` names and load it.
 
     `class_map` gives Engram's class of each token id [vocab] for a checkpoint without `engram_token_map.json`,
     `grammars` what makes constraints for the checkpoint's tokenizer, `tier` the cache tier of a backend with these
-    limits. Raises CheckpointError or ConfigError.
+    limits. Raises CheckpointError, ConfigError or DeviceError.
     """
-    from dsuf.engine.cpu import CpuBackend  # the arithmetic is imported where it is used: messages stay light
-
-    backend = CpuBackend(options, class_map)
+    backend = _backend(options, class_map)
     backend.load(progress or (lambda what, share: None))
     return Engine(
         backend,
@@ -318,3 +318,14 @@ def open_engine(
         tier=tier(backend.limits) if tier is not None else None,
         constraints=grammars(backend.checkpoint) if grammars is not None else None,
     )
+
+
+def _backend(options: EngineOptions, class_map: ClassMap | None) -> CpuBackend | GpuBackend:
+    """The arithmetic is imported where it is used: messages stay light."""
+    if options.gpus:
+        from dsuf.engine.gpu.open import open_backend
+
+        return open_backend(options, class_map)
+    from dsuf.engine.cpu import CpuBackend
+
+    return CpuBackend(options, class_map)

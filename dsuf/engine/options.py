@@ -29,6 +29,9 @@ class EngineOptions:
     resume_every: int = 8192  # snapshots inside long prompts and replies; truncated prefill runs its tail there too
     cache_tokens: int | None = None  # room in the caches for all sequences together; None: what the machine has
     park_bytes: int = 1 << 30  # host memory for sequences that are set aside when caches run short
+    gpus: tuple[int, ...] = ()  # devices; none: the CPU backend
+    kernels: Path | None = None  # folder of compiled kernels for GPUs; None: those of `cache`, built where missing
+    cache: Path | None = None  # the user's build cache
 
     def __post_init__(self) -> None:
         self._check_caches()

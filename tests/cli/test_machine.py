@@ -35,10 +35,16 @@ def test_more_than_there_are_is_refused_with_what_was_found(monkeypatch, flag):
 
 
 @pytest.mark.parametrize("flag", ["1", "0,"])
-def test_a_gpu_that_is_there_is_not_used_in_silence_by_a_build_without_gpu_backend(monkeypatch, flag):
+def test_a_gpu_that_is_there_is_used(monkeypatch, flag):
     monkeypatch.setattr(machine, "find_gpus", lambda: Gpus((H200,), driver="13.0"))
-    with pytest.raises(DeviceError, match="no GPU backend"):
-        choose_gpus(flag)
+    assert choose_gpus(flag) == (0,)
+
+
+def test_more_than_the_engine_runs_on_is_refused(monkeypatch):
+    two = Gpus((H200, Gpu(1, "NVIDIA H200", "sm_90", 150 * 10**9)), driver="13.0")
+    monkeypatch.setattr(machine, "find_gpus", lambda: two)
+    with pytest.raises(DeviceError, match="runs on 1 GPU so far"):
+        choose_gpus("2")
 
 
 def test_a_machine_without_gpus_says_why(monkeypatch):
