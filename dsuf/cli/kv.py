@@ -93,6 +93,7 @@ def parse_paths(text: str) -> tuple[str, ...]:
 
 def agent_options(flags: KvFlags, engine: EngineOptions, folder: Path, environment: Environment) -> AgentOptions | None:
     """Options of the agent for one server; None where caches are not kept. Raises ConfigError, CheckpointError."""
+    from dsuf.engine.engine import backend_of
     from dsuf.kv.agent import AgentOptions
     from dsuf.kv.names import namespace
     from dsuf.layout import PageLayout, SnapshotLayout
@@ -109,7 +110,7 @@ def agent_options(flags: KvFlags, engine: EngineOptions, folder: Path, environme
         snapshot_bytes = SnapshotLayout.of(checkpoint.spec).snapshot_bytes
         name = namespace(
             checkpoint=fingerprint(checkpoint),
-            backend="cpu",
+            backend=backend_of(engine),
             numerics=engine.numerics,
             # In truncated mode the points inside a prompt change what is computed, so they are part of it.
             prefill=engine.prefill if engine.prefill == "exact" else f"truncated/{engine.resume_every}",
@@ -123,6 +124,7 @@ def agent_options(flags: KvFlags, engine: EngineOptions, folder: Path, environme
         namespace=name,
         runtime_dir=environment.runtime_dir,
         socket_path=folder / "kv.sock",
+        backend=backend_of(engine),
         key_file=flags.key_file or environment.kv_key_file,
         redis_url=environment.redis_url,
         listen=flags.listen or "127.0.0.1:0",

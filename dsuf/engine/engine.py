@@ -297,6 +297,11 @@ class Engine:
             )
 
 
+def backend_of(options: EngineOptions) -> str:
+    """`Limits.backend` of what `open_engine` opens for these options, known before it does."""
+    return "cpu"
+
+
 def open_engine(
     options: EngineOptions,
     progress: Progress | None = None,

@@ -131,12 +131,13 @@ class KvTier:
         self._client.wait(seconds)
 
     def _fits(self) -> bool:
-        """Whether there is an agent, and it was started for these sizes."""
+        """Whether there is an agent, and it was started for this backend and these sizes."""
         if not self._client.connected:
             return False
         geometry = self._client.geometry
         parts = -(-self._limits.snapshot_bytes // geometry.slot_bytes)
-        return (geometry.slot_bytes, geometry.snapshot_slots) == (self._limits.page_bytes, parts)
+        ours = (self._limits.backend, self._limits.page_bytes, parts)
+        return (geometry.backend, geometry.slot_bytes, geometry.snapshot_slots) == ours
 
     def _hit(self, visit: _Visit, claimed: m.Claimed) -> Hit | None:
         """The claimed entry, if it is one of this very prompt."""

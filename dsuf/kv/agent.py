@@ -50,6 +50,7 @@ class AgentOptions:
     namespace: bytes
     runtime_dir: Path  # the user's checked 0700 folder: key, embedded Redis, sockets of peers
     socket_path: Path  # for this server's web and engine
+    backend: str  # whose bytes they are, as the namespace has it; an engine with another one is given nothing
     key_file: Path | None = None
     redis_url: str | None = None
     listen: str = "127.0.0.1:0"  # address that peers can reach, and port

@@ -162,6 +162,7 @@ class Geometry(msgspec.Struct, frozen=True, tag="geometry"):
     slot_bytes: int
     slots: int
     snapshot_slots: int
+    backend: str  # that the agent's namespace is of
 
 
 ToAgent = (

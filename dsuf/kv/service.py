@@ -85,7 +85,11 @@ class Service:
         client, running = f"client {next(self._numbers)}", set()
         arena, store = self._agent.arena, self._agent.store
         try:
-            await connection.send(m.Geometry(arena.nbytes, arena.slot_bytes, arena.slots, store.snapshot_slots))
+            await connection.send(
+                m.Geometry(
+                    arena.nbytes, arena.slot_bytes, arena.slots, store.snapshot_slots, self._agent.options.backend
+                )
+            )
             while (message := await connection.receive()) is not None and len(running) < MAX_RUNNING:
                 task = asyncio.create_task(self._answer(connection, message, client))
                 running.add(task)

@@ -2,13 +2,14 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import random
 
 import pytest
 
-from dsuf.engine.engine import open_engine
+from dsuf.engine.engine import Engine, open_engine
 from dsuf.engine.kv_tier import connect_tier
 from dsuf.engine.messages import Admitted, Finished, Request, Sampling, Tokens
 from dsuf.engine.options import EngineOptions
@@ -49,7 +50,7 @@ class Server:
         page, snapshot = PageLayout.of(spec).page_bytes, SnapshotLayout.of(spec).snapshot_bytes
         self.socket = folder / f"{name}.sock"
         namespace = f"micro {prefill}".encode().ljust(32)
-        where = runtime, self.socket
+        where = runtime, self.socket, "cpu"
         kept = AgentOptions(32 << 20, page, snapshot, namespace, *where, paths=paths, resume_tokens=resume_every)
         self.agent = AgentThread(kept)
         self.agent.start()
@@ -199,3 +200,15 @@ def test_forks_inside_a_group_at_a_point_and_behind_it_say_what_a_cold_run_says(
 
 def said(events):
     return [token for event in events if isinstance(event, Tokens) for token in event.ids]
+
+
+def test_an_engine_of_another_backend_than_the_names_say_is_given_nothing(tmp_path, checkpoint):
+    with servers(tmp_path, checkpoint, names="a") as (a,):
+        a.turn("1", prompt := tokens(137, 1), [], 9, "end 1")
+        limits = dataclasses.replace(a.engine.limits, backend="another")
+        engine = Engine(a.engine.backend, a.engine.options, tier=connect_tier(a.socket, limits))
+        for turn in range(2):
+            admitted = run(engine, Request(f"there {turn}", prompt, 9, GREEDY))[0]
+            assert (admitted.cached_tokens, admitted.source) == (0, "none")
+        assert run(a.engine, Request("here", prompt, 9, GREEDY))[0].cached_tokens == 136
+        engine._saver.tier._client.close()

@@ -133,6 +133,7 @@ def options(folder, name, redis_url=None, **changes):
         namespace=b"n" * 32,
         runtime_dir=runtime,
         socket_path=folder / f"{name}.sock",
+        backend="none",
         redis_url=redis_url,
         paths=("shm", "tcp"),
         resume_tokens=512,

@@ -277,6 +277,7 @@ def test_options_that_would_open_the_cache_are_refused(tmp_path):
         namespace=b"",
         runtime_dir=tmp_path,
         socket_path=tmp_path / "s",
+        backend="cpu",
     )
     key = tmp_path / "key"
     for changes in (

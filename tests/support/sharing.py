@@ -78,7 +78,7 @@ class SharedServer:
         runtime.mkdir(mode=0o700, exist_ok=True)
         self.kv_socket = folder / f"{name}.kv"
         kept = AgentOptions(
-            *(16 << 20, PAGE_BYTES, STATE_BYTES, b"scripted".ljust(32), runtime, self.kv_socket),
+            *(16 << 20, PAGE_BYTES, STATE_BYTES, b"scripted".ljust(32), runtime, self.kv_socket, "scripted"),
             paths=paths,
             resume_tokens=resume_tokens,
         )
