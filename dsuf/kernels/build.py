@@ -20,7 +20,7 @@ import re
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -143,23 +143,38 @@ def _write(file: Path, built: Built) -> None:
 
 
 def _compile(kernel: Kernel, chip: str) -> tuple[bytes, Facts]:
-    from numba import cuda
-
     started = time.perf_counter()
-    _quicken_numba()
-    types = _numba_types()
-    ltoir, _ = cuda.compile(
-        _python_function(kernel),
-        tuple(types[kind] for _, kind in kernel.parameters),
-        device=False,
-        abi="numba",
-        cc=_capability(chip),
-        output="ltoir",
-        fastmath=False,
-        launch_bounds=(kernel.threads, kernel.min_blocks),
-    )
+    ltoir = _front_end(kernel).get_ltoir(cc=_capability(chip))
     cubin, log = _link(bytes(ltoir), chip)
     return cubin, _facts(log, time.perf_counter() - started)
+
+
+@lru_cache(maxsize=1)
+def _front_end(kernel: Kernel) -> Any:
+    """Numba's library of a kernel: typed and lowered to LLVM IR, which is the same for all chips, in most of the time.
+
+    numba.cuda.compile does this and one chip's LTO-IR in one step; its first half is what is kept here.
+    """
+    from numba.cuda import compiler
+
+    _quicken_numba()
+    types = _numba_types()
+    library, _ = compiler._compile_pyfunc_with_fixup(
+        _python_function(kernel),
+        tuple(types[kind] for _, kind in kernel.parameters),
+        debug=None,
+        lineinfo=False,
+        device=False,
+        fastmath=False,
+        cc=_capability(ALL_CHIPS[0]),
+        opt=None,
+        abi="numba",
+        abi_info=None,
+        forceinline=False,
+        launch_bounds=(kernel.threads, kernel.min_blocks),
+        lto=True,
+    )
+    return library
 
 
 @cache

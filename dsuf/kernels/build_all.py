@@ -18,6 +18,7 @@ from pathlib import Path
 from dsuf.errors import CheckFailed
 from dsuf.kernels import catalogue
 from dsuf.kernels.build import Built, build, cached_file, key_of, read_cached, tool_versions
+from dsuf.kernels.lang import Kernel
 
 
 @dataclass(frozen=True)
@@ -87,19 +88,31 @@ def _build_missing(
     if not missing:
         return
     context = multiprocessing.get_context("spawn")  # a forked child would inherit compiler state
-    with ProcessPoolExecutor(min(jobs, len(missing)), mp_context=context) as pool:
-        waiting = [pool.submit(_build_one, name, chip, cache) for name, chip in missing]
-        for future in as_completed(waiting):
-            yield future.result()
-
-
-def _build_one(name: str, chip: str, cache: Path) -> tuple[str, str, str, Row]:
-    kernel = catalogue.entry(name).kernel(chip)
-    key = key_of(kernel, chip)
+    pool = ProcessPoolExecutor(min(jobs, len(missing)), mp_context=context)
+    chips: dict[str, list[str]] = {}
+    for name, chip in missing:
+        chips.setdefault(name, []).append(chip)
     try:
-        return name, chip, key, _row(name, build(kernel, chip, cache))
-    except CheckFailed as error:
-        return name, chip, key, Row(name, chip, 0, kernel.shared, 0, 0.0, cached=False, problem=str(error))
+        for future in as_completed([pool.submit(_build_one, name, tuple(of), cache) for name, of in chips.items()]):
+            yield from future.result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)  # what stopped us need not wait for every kernel
+
+
+def _build_one(name: str, chips: tuple[str, ...], cache: Path) -> list[tuple[str, str, str, Row]]:
+    """One entry for all chips: where its kernel is the same, most of the work is done once."""
+    known: dict[str, Kernel] = {}
+    found = []
+    for chip in chips:
+        kernel = catalogue.entry(name).kernel(chip)
+        kernel = known.setdefault(kernel.identity, kernel)
+        key = key_of(kernel, chip)
+        try:
+            row = _row(name, build(kernel, chip, cache))
+        except CheckFailed as error:
+            row = Row(name, chip, 0, kernel.shared, 0, 0.0, cached=False, problem=str(error))
+        found.append((name, chip, key, row))
+    return found
 
 
 def _row(name: str, built: Built) -> Row:
