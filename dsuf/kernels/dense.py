@@ -78,7 +78,7 @@ def store_bf16(
     source = uint32(at + r * 128 + ((piece ^ (r & 7)) << 4))
     target = y + (int64(r) * pitch + piece * 8) * 2
     for q in unroll(columns // 64):
-        turn(acc, 64 * q, at, part, lane)
+        turn(acc, 64 * q, 64, at, part, lane)
         group_barrier(crew)
         for i in unroll(4):
             if 64 * q + 16 * i + r < left and piece * 8 < n:
@@ -107,13 +107,13 @@ def store_f32(
         group_barrier(crew)
 
 
-def make(*, kind: str, columns: int, stages: int, span: int) -> Kernel:
-    """columns: activation rows of a tile, 64, 128, 192 or 256; span: activation tiles that run beside each other."""
+def make(*, kind: str, wide: bool, columns: int, stages: int, span: int) -> Kernel:
+    """wide: float32 outputs; columns: rows of x in a tile (64, 128, 192, 256); span: such tiles beside each other."""
     WEIGHTS = FP8 if kind == "fp8" else BF16
-    TURNING = TURN if kind == "fp8" else TURN_WIDE
+    TURNING = TURN_WIDE if wide else TURN
     RING = Ring.of(WEIGHTS, columns, stages, 2 * TURNING)
     mm, zero, finish = products(columns)
-    BYTES = 2 if kind == "fp8" else 4
+    BYTES = 4 if wide else 2
 
     @kernel(threads=THREADS, grid=(SM_COUNT,), shared=RING.size, name=f"dense_{kind}_{columns}_s{stages}_g{span}")
     def dense(w: s64, x: s64, y: s64, rows: s32, n: s32, k: s32, groups: s32, chunk: s32) -> None:
@@ -148,8 +148,8 @@ def make(*, kind: str, columns: int, stages: int, span: int) -> Kernel:
                 if tid >= 64:
                     base = base + chunk * (WEIGHTS.codes // 64)
                 source = x + (int64(group) * k * 2 + (tid & 7) * 16)
-                stage, phase = produce(RING, WEIGHTS, sm, tid, steps, shift, source, offsets, int32(columns // 16), base,
-                                       chunk_bytes, scale_bytes, stage, phase)  # fmt: skip
+                stage, phase = produce(RING, WEIGHTS, sm, tid, steps, shift, source, offsets, int32(columns // 16),
+                                       base, chunk_bytes, scale_bytes, stage, phase)  # fmt: skip
                 number = int32(number + blocks)
         else:
             take_half_registers()
@@ -190,6 +190,6 @@ def entries(width: Width) -> list[Entry]:
 
 
 SHAPES = {
-    "fp8": {"columns": 256, "stages": 5, "span": 8},
-    "bf16": {"columns": 128, "stages": 4, "span": 16},
+    "fp8": {"wide": False, "columns": 256, "stages": 5, "span": 8},
+    "bf16": {"wide": True, "columns": 128, "stages": 4, "span": 16},
 }

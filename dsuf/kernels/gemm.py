@@ -1,8 +1,8 @@
 """Parts of the prefill products on Hopper: a ring of weights and activations, and a warpgroup's products from it.
 
-A block has a producer warpgroup and two that multiply. A block's tile is 128 weight rows (8 packed tiles of 16) by up
-to 256 activation rows; the weights are the A operand, turned to bf16 in registers from the packed codes, activations are
-B in shared memory. So weights are stored once, in the order of the decode kernels, and never written out as bf16.
+A block has a producer warpgroup and two that multiply. Its tile is 128 weight rows (8 packed tiles of 16) by up to 256
+activation rows; the weights are the A operand, turned to bf16 in registers from the packed codes, activations are B in
+shared memory. So weights are stored once, in the order of the decode kernels, and never written out as bf16.
 
 Activations are bf16 in *product order*: inside every 32 columns, column 8t + 4m + 2h + j (t 0..3; m, h, j bits) stands
 at 16m + 8h + 2t + j, which is the order in which the packed weights meet the tensor core.
@@ -11,8 +11,8 @@ A stage is 64 columns. Sums run over K in steps of 16, one accumulator a result,
 bits depend on the row alone.
 
     hand-off        who writes                                    who waits            reused
-    ring stage      128 producer threads (cp.async), bulk copies  8 multiplying warps  after 8 arrivals, each behind the
-                                                                                       wait for the products that read it
+    ring stage      128 producer threads (cp.async), bulk copies  8 multiplying warps  after 8 arrivals, behind the wait
+                                                                                       for the products that read it
     turning tile    a warpgroup, 64 rows at a time                the same             behind the warpgroup's barrier
 """
 
@@ -139,8 +139,8 @@ def produce(
             mbarrier_expect(full, uint32(PARTS * weights.codes + PARTS * scale_bytes))
         if copies == 1:
             chunk = int32(k >> shift)
-            bulk_load(uint32(target + stage * pitch), base + (int64(chunk) * chunk_bytes + (k - (chunk << shift)) * within),
-                      amount, full)  # fmt: skip
+            piece = base + (int64(chunk) * chunk_bytes + (k - (chunk << shift)) * within)
+            bulk_load(uint32(target + stage * pitch), piece, amount, full)
         to = uint32(place + stage * (ring.rows * 128))
         for i in unroll(ring.rows // 16):
             if i < pieces:
@@ -187,7 +187,7 @@ def multiply(
 ) -> Any:  # fmt: skip
     """A warpgroup's 64 weight rows (packed tile `part` is this warp's) by `columns` activation rows over all steps.
 
-    The registers of one half of a stage are made while the tensor core works on the other half.
+    Returns the accumulators, the next stage and its phase; mm, zero and finish are what `products` gives. The registers of one half of a stage are made while the tensor core works on the other half.
     """
     bar = uint32(sm + ring.bars)
     codes = uint32(sm + ring.codes + part * weights.codes)
@@ -195,7 +195,7 @@ def multiply(
     wide = int32(2 << shift)
     a = regs(8)
     b = regs(8)
-    acc = zero()
+    acc = zero[columns]()
     before = stage
     mbarrier_wait(uint32(bar + 8 * stage), uint32(phase))
     fence_async()
@@ -206,8 +206,8 @@ def multiply(
         group = int32((k & ((1 << shift) - 1)) * 2)
         rows = int64(SWIZZLED_TILE) + (int64(uint32(sm + stage * (ring.rows * 128))) >> 4)
         wgmma_fence()
-        acc = mm((a[0], a[1], a[2], a[3]), rows, int32(min(k, 1)), acc)
-        acc = mm((a[4], a[5], a[6], a[7]), rows + 2, int32(1), acc)
+        acc = mm[columns]((a[0], a[1], a[2], a[3]), rows, int32(min(k, 1)), acc)
+        acc = mm[columns]((a[4], a[5], a[6], a[7]), rows + 2, int32(1), acc)
         wgmma_commit()
         wgmma_wait_but_last()  # the stage before is read
         if k > 0 and lane == 0:
@@ -215,8 +215,8 @@ def multiply(
         b = fragments(weights, 1, uint32(codes + stage * (PARTS * weights.codes)),
                       uint32(scales + stage * (PARTS * weights.scales)), group, wide, lane)  # fmt: skip
         wgmma_fence()
-        acc = mm((b[0], b[1], b[2], b[3]), rows + 4, int32(1), acc)
-        acc = mm((b[4], b[5], b[6], b[7]), rows + 6, int32(1), acc)
+        acc = mm[columns]((b[0], b[1], b[2], b[3]), rows + 4, int32(1), acc)
+        acc = mm[columns]((b[4], b[5], b[6], b[7]), rows + 6, int32(1), acc)
         wgmma_commit()
         wgmma_wait_but_last()  # the registers of the first half are free
         before = stage
@@ -228,22 +228,22 @@ def multiply(
             ahead = int32((k & ((1 << shift) - 1)) * 2)
             a = fragments(weights, 0, uint32(codes + stage * (PARTS * weights.codes)),
                           uint32(scales + stage * (PARTS * weights.scales)), ahead, wide, lane)  # fmt: skip
-    acc = finish(acc)
+    acc = finish[columns](acc)
     if lane == 0:
         mbarrier_arrive(uint32(bar + 8 * (ring.stages + before)))
     return acc, stage, phase
 
 
 @inline
-def turn(acc: Any, first: Any, tile: Any, part: Any, lane: Any) -> None:
-    """64 activation rows of an accumulator, from column `first`, to shared memory as bf16 [row][64 outputs], swizzled.
+def turn(acc: Any, first: Any, rows: Any, tile: Any, part: Any, lane: Any) -> None:
+    """32 or 64 rows of an accumulator, from column `first`, to shared memory as bf16 [row][64 outputs], swizzled.
 
     16-byte piece c of row r lies at tile + r * 128 + ((c ^ (r & 7)) << 4). `part` is the warp's number in its group.
     """
     r8 = int32(lane & 7)
     piece = int32(2 * part + ((lane >> 3) & 1))
     at = uint32(tile + (r8 + ((lane >> 4) & 1) * 8) * 128 + ((piece ^ r8) << 4))
-    for j in unroll(0, 8, 2):
+    for j in unroll(0, rows // 8, 2):
         stmatrix_x4_trans(
             uint32(at + j * 1024),
             (
@@ -261,6 +261,10 @@ def group_barrier(crew: Any) -> None:
     sync_named(uint32(1 + crew), uint32(128))
 
 
-def products(columns: int) -> tuple[Any, Any, Any]:
-    """The operations of a tile of so many activation rows: product, zero accumulators, wait."""
-    return wgmma_registers(columns, False), zeros(columns // 2), wgmma_wait(columns // 2)
+def products(*widths: int) -> tuple[dict[int, Any], dict[int, Any], dict[int, Any]]:
+    """The operations of tiles of so many activation rows: products, zero accumulators, waits."""
+    return (
+        {n: wgmma_registers(n, False) for n in widths},
+        {n: zeros(n // 2) for n in widths},
+        {n: wgmma_wait(n // 2) for n in widths},
+    )

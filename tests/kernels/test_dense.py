@@ -9,10 +9,10 @@ from dsuf import formats
 from dsuf.kernels import dense, pack
 from dsuf.ops import qdq
 from dsuf.ops.product import grouped_product, product
-from tests.kernels.helpers import BF16_STEP, assert_near, bf16, execute, fp8_weight, q8_rows, values
+from tests.kernels.helpers import BF16_STEP, assert_near, bf16, execute, fp8_weight, values
 
 ORDER = np.array([8 * t + 4 * m + 2 * h + j for m in (0, 1) for h in (0, 1) for t in range(4) for j in (0, 1)])
-SMALL = {"columns": 64, "stages": 2, "span": 2}
+SMALL = {"wide": False, "columns": 64, "stages": 2, "span": 2}
 
 
 def in_product_order(bits: np.ndarray) -> np.ndarray:
@@ -50,7 +50,7 @@ def test_wider_tiles(columns: int):
     weight = fp8_weight(rng, n, k)
     bits, x = decoded(rng.standard_normal((rows, k)))
     y = np.full((rows, n), 0x7FC0, np.uint16)
-    kernel = dense.make(kind="fp8", columns=columns, stages=2, span=2)
+    kernel = dense.make(kind="fp8", wide=False, columns=columns, stages=2, span=2)
     execute(kernel, [pack.pack_fp8(*weight), bits, y, rows, n, k, 1, chunk_for("fp8", k)], grid=(1, 1))
     expected = product(x, formats.dequantise_fp8_blocks(*weight).astype(np.float64).T)
     assert_near(values(y), expected, BF16_STEP, 1e-4)
@@ -78,7 +78,7 @@ def test_bf16_weights_give_float32(rows: int, n: int, k: int):
     rng = np.random.default_rng(n)
     weight, x = bf16(rng, n, k), bf16(rng, rows, k)
     y = np.full((rows, n), np.nan, np.float32)
-    kernel = dense.make(kind="bf16", **SMALL)
+    kernel = dense.make(kind="bf16", **{**SMALL, "wide": True})
     arguments = [pack.pack_bf16(weight), in_product_order(x), y, rows, n, k, 1, chunk_for("bf16", k)]
     execute(kernel, arguments, grid=(2, 1))
     assert_near(y.astype(np.float64), product(values(x), values(weight).T), 1e-5, 1e-4)
@@ -91,7 +91,7 @@ def test_a_row_is_the_same_bits_whatever_runs_beside_it():
     got = {}
     for rows, columns in ((1, 64), (65, 64), (130, 64), (130, 128)):
         y = np.zeros((rows, n), np.uint16)
-        kernel = dense.make(kind="fp8", columns=columns, stages=2, span=2)
+        kernel = dense.make(kind="fp8", wide=False, columns=columns, stages=2, span=2)
         execute(kernel, [weight, decoded(x[:rows])[0], y, rows, n, k, 1, chunk_for("fp8", k)])
         got[rows, columns] = y
     for rows in ((1, 64), (65, 64), (130, 128)):
