@@ -1,16 +1,16 @@
 """Start of a step and Engram: embeddings into the streams, n-gram rows gathered and quantised, the gate.
 
-    embed   X_j = table[token], j = 0..3;  history[position mod HISTORY] = class of the token
+    embed   X_j = table[token], j = 0..3;  history[position mod slots] = class of the token
     gather  t_s = class at position - s (the pad class before the start, and from a blocked token backwards);
             h = t_0 m_0, h ^= t_i m_i, row = h mod prime + offset;  codes, scales = q8(the row's values)
     gate    dot_j = sum_d X_jd qk_jd key_jd / (rms(X_j) rms(key_j) sqrt(D))
             X_j += sigmoid(sign(dot_j) sqrt(max(|dot_j|, 1e-6))) val, bf16
 
 token, sequence, position int32 [rows] (sequence negative: inactive, nothing is written); embedding bf16 [V, D]; X bf16
-[rows, 4, D]; class_map int32 [V]; history int32 [sequences, HISTORY], -1 blocks. constants int64 [ngram + 2 columns]:
-multipliers, then primes, then offsets of the columns. Engram table: e4m3 [table rows, width] and ue8m0 [table rows,
-width / 32], on the device or in mapped host memory; codes e4m3 [rows, columns width], scales ue8m0 [rows,
-scale_stride]. kv bf16 [rows, 5 D] (four keys, then the value), qk float32 [4, D].
+[rows, 4, D]; class_map int32 [V]; history int32 [sequences, slots], -1 blocks, slots a power of two. constants int64
+[ngram + 2 columns]: multipliers, then primes, then offsets of the columns. Engram table: e4m3 [table rows, width] and
+ue8m0 [table rows, width / 32], on the device or in mapped host memory; codes e4m3 [rows, columns width], scales ue8m0
+[rows, scale_stride]. kv bf16 [rows, 5 D] (four keys, then the value), qk float32 [4, D].
 
 Reference: dsuf.ops.engram.ngram_classes, table_rows, gate; ops.qdq.q8_encode. Bytes: 2 D a row for embed; 264 a column
 and row for gather, at random; 26 D a row for the gate. Latency decides all three.
@@ -68,7 +68,7 @@ from dsuf.kernels.quantise import inverse_scale, max_over, q8_exponent, sum_over
 from dsuf.ops.engram import EngramHash, gate, table_rows
 
 EMBED_SPAN = 2048  # columns of a block
-HISTORY = 64  # positions whose class ids are kept: n-grams, a block and a rewind
+HISTORY = 64  # slots of a decoding sequence: n-grams, a block and a rewind
 STREAMS = 4
 WARP, SCALE_LANES = (1, 2, 4, 8, 16), (1, 2)
 
@@ -83,7 +83,8 @@ def make_embed() -> Kernel:
 
     @kernel(threads=EMBED_SPAN // 8, grid=(1, MOST_ROWS), name="embed")
     def embed(
-        token: s64, sequence: s64, position: s64, embedding: s64, streams: s64, class_map: s64, history: s64, d: s32
+        token: s64, sequence: s64, position: s64, embedding: s64, streams: s64, class_map: s64, history: s64,
+        slots: s32, d: s32,
     ) -> None:  # fmt: skip
         column = int64(block_index() * EMBED_SPAN + 8 * thread_index())
         row = int64(block_index_y())
@@ -94,7 +95,7 @@ def make_embed() -> Kernel:
             word = int64(ldg_u32(token + row * 4))
             if column == 0:
                 place = int64(ldg_u32(position + row * 4))
-                stg_u32(history + (owner * HISTORY + (place & (HISTORY - 1))) * 4, ldw_u32(class_map + word * 4))
+                stg_u32(history + (owner * slots + (place & (slots - 1))) * 4, ldw_u32(class_map + word * 4))
             if column < d:
                 piece = ldw_u32x4(embedding + (word * d + column) * 2)
                 for j in unroll(STREAMS):
@@ -111,8 +112,8 @@ def make_gather(*, ngram: int) -> Kernel:
 
     @kernel(threads=32, grid=(1, MOST_ROWS), name=f"engram_gather_{ngram}")
     def gather(
-        history: s64, sequence: s64, position: s64, constant: s64, table: s64, table_scales: s64, codes: s64,
-        scales: s64, heads: s32, width: s32, pad_class: s32,
+        history: s64, slots: s32, sequence: s64, position: s64, constant: s64, table: s64, table_scales: s64,
+        codes: s64, scales: s64, heads: s32, width: s32, pad_class: s32,
     ) -> None:  # fmt: skip
         lane = int32(thread_index())
         column = int32(block_index())
@@ -130,8 +131,8 @@ def make_gather(*, ngram: int) -> Kernel:
             for back in unroll(ngram):
                 seen = int32(-1)
                 if back < size and place >= back:
-                    at = int64((place - back) & (HISTORY - 1))
-                    seen = int32(ldg_u32(history + (owner * HISTORY + at) * 4))
+                    at = int64((place - back) & (slots - 1))
+                    seen = int32(ldg_u32(history + (owner * slots + at) * 4))
                 blocked = int32(1 if seen < 0 else blocked)
                 t = int64(pad_class if blocked == 1 else seen)
                 t = int64(t if back < size else 0)  # 0 changes nothing

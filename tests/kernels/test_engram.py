@@ -25,7 +25,7 @@ def test_embedding_fills_four_streams_and_the_history():
     class_map = rng.integers(0, 30, V).astype(np.int32)
     history = np.full((2, family.HISTORY), -5, np.int32)
     token, sequence, position = (np.array(v, np.int32) for v in ([7, 8, 49], [1, -1, 0], [3, 4, 131]))
-    operands = [token, sequence, position, table, streams, class_map, history, D]
+    operands = [token, sequence, position, table, streams, class_map, history, family.HISTORY, D]
     execute(family.make_embed(), operands, grid=(1, 3))
     assert (streams[0] == table[7]).all() and (streams[2] == table[49]).all() and not streams[1].any()
     assert history[1, 3] == class_map[7] and history[0, 131 % family.HISTORY] == class_map[49]
@@ -50,7 +50,7 @@ def test_rows_are_hashed_fetched_and_quantised(layer: int):
         seen = np.arange(max(position[row] - family.HISTORY + 1, 0), position[row] + 1)
         history[0, seen % family.HISTORY] = classes[seen]
         out = [codes[row : row + 1], scales[row : row + 1]]
-        execute(kernel, [history, sequence[row : row + 1].copy(), position[row : row + 1].copy(),
+        execute(kernel, [history, family.HISTORY, sequence[row : row + 1].copy(), position[row : row + 1].copy(),
                          family.constants(constants), table, table_scales, *out, TINY.engram_n_heads, width, pad],
                 grid=(columns, 1))  # fmt: skip
     for row in range(8):

@@ -169,6 +169,12 @@ def lds_f32(lanes: Lanes, address: Any) -> Any:
     return float_of(lanes.load_shared(address, np.uint32, 1))
 
 
+@ptx("f32*4 = u32", "ld.shared.v4.f32 <d>, [<0>];")
+def lds_f32x4(lanes: Lanes, address: Any) -> Any:
+    """ld.shared.v4.f32"""
+    return tuple(float_of(one) for one in lanes.load_shared(address, np.uint32, 4))
+
+
 @ptx("u32 = u32", "{.reg .b16 t; ld.shared.b16 t, [<0>]; cvt.u32.u16 <d>, t;}")
 def lds_u16(lanes: Lanes, address: Any) -> Any:
     """ld.shared.b16, zero extended"""
@@ -203,6 +209,12 @@ def sts_u32(lanes: Lanes, address: Any, value: Any) -> None:
 def sts_f32(lanes: Lanes, address: Any, value: Any) -> None:
     """st.shared.f32"""
     lanes.store_shared(address, (value,), np.float32)
+
+
+@ptx("= u32, f32*4", "st.shared.v4.f32 [<0>], <1>;")
+def sts_f32x4(lanes: Lanes, address: Any, value: Any) -> None:
+    """st.shared.v4.f32"""
+    lanes.store_shared(address, value, np.float32)
 
 
 @ptx("= u32, u32", "{.reg .b16 t; cvt.u16.u32 t, <1>; st.shared.b16 [<0>], t;}")
