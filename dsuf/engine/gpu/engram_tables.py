@@ -120,6 +120,7 @@ class HostTables:
 
     def place(self, weights: Weights) -> None:
         """Let the gather kernel read here."""
+        weights.tables_in_host = True
         for part, at in self._places():
             setattr(weights.owner(part), part.name, self.address + at)
 

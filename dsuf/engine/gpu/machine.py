@@ -5,21 +5,24 @@ machine = Machine.load(options, class_map, device, progress)
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dsuf.engine.backend import Progress, StepCounts
 from dsuf.engine.gpu.buffers import KIND, Workspace
-from dsuf.engine.gpu.launches import Pool
-from dsuf.engine.gpu.pages import Pages, Sizes
+from dsuf.engine.gpu.engram_tables import place_on_device
+from dsuf.engine.gpu.memory import Ledger, plan_memory
+from dsuf.engine.gpu.pages import Pages
 from dsuf.engine.gpu.step_graph import StepGraphs
-from dsuf.engine.gpu.step_walk import Caches, Model
+from dsuf.engine.gpu.step_walk import Model
+from dsuf.engine.gpu.weight_fill import fill
 from dsuf.engine.gpu.weights import Weights
 from dsuf.engine.options import EngineOptions
-from dsuf.errors import CheckpointError, ConfigError, DeviceError
+from dsuf.errors import CheckpointError, ConfigError
 from dsuf.kernels.engram import HISTORY
 from dsuf.kernels.slots import C_TOTAL_ROWS, C_TOTAL_SLOTS, COUNTER_BYTES
 from dsuf.layout import PAGE_TOKENS, pages_for
@@ -29,9 +32,7 @@ from dsuf.spec import Spec
 if TYPE_CHECKING:
     from dsuf.engine.gpu.device import Device
 
-LOOKAHEAD = 64  # positions of the rope tables beyond the context
-SPARE_BYTES = 1 << 30  # of the device that graphs, the driver and others may take
-DEFAULT_CONTEXTS = 2  # of full length that the page pool holds where nobody says
+LOOKAHEAD = 64  # tokens beyond the context that ropes, page tables and pages have room for
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Machine:
     spec: Spec
     max_context: int
     slots: int
+    ledger: Ledger
     pages: Pages
     model: Model
     steps: StepGraphs
@@ -69,39 +71,50 @@ class Machine:
             if spec.engram_layer_ids:
                 raise CheckpointError("no Engram class map: expected engram_token_map.json or a tokenizer beside it.")
             classes = np.zeros(spec.vocab_size, np.int32)
-        context = context_of(options, spec)
-        weights = Weights.allocate(device, spec, classes, positions=context + LOOKAHEAD)
+        ledger = ledger_of(options, spec, device)
+        weights = Weights.allocate(device, spec, classes, positions=ledger.max_context + LOOKAHEAD)
+        place_on_device(weights)
         weights.load(checkpoint, lambda done, total: progress("weights", done / total))
-        place_tables(weights, checkpoint)
         pad = int(classes[spec.engram_pad_token_id])
-        machine = cls.over(device, spec, weights, pad, options, checkpoint=checkpoint, graphs=graphs)
+        machine = cls.over(device, ledger, weights, pad, checkpoint=checkpoint, graphs=graphs)
         progress("weights", 1.0)
         return machine
+
+    @classmethod
+    def synthetic(
+        cls, config: dict[str, Any], options: EngineOptions, device: Device, *, seed: int = 0, graphs: bool = True
+    ) -> Machine:
+        """Random weights for a config, made on the device; nothing is read. Raises ConfigError or DeviceError."""
+        spec = Spec.from_config(config)
+        classes = (np.arange(spec.vocab_size) % spec.engram_compressed_vocab_size).astype(np.int32)
+        ledger = ledger_of(options, spec, device)
+        weights = Weights.allocate(device, spec, classes, positions=ledger.max_context + LOOKAHEAD)
+        place_on_device(weights)
+        fill(weights, config, seed)
+        return cls.over(device, ledger, weights, int(classes[spec.engram_pad_token_id]), graphs=graphs)
 
     @classmethod
     def over(
         cls,
         device: Device,
-        spec: Spec,
+        ledger: Ledger,
         weights: Weights,
         pad_class: int,
-        options: EngineOptions,
         *,
         checkpoint: Checkpoint | None = None,
         graphs: bool = True,
     ) -> Machine:
         """Caches, workspace and graphs over weights that are there."""
-        context, slots = context_of(options, spec), options.max_sequences
-        work = Workspace.allocate(device, spec, context, slots, HISTORY)
-        most_pages = pages_for(context + LOOKAHEAD)
-        count = page_count(options, device, spec, most_pages)
-        pages = Pages(device, spec, slots=slots, count=count, most_pages=most_pages)
+        spec, slots = weights.spec, ledger.slots
+        work = Workspace.allocate(device, spec, ledger.max_context + LOOKAHEAD, slots, HISTORY)
+        most_pages = pages_for(ledger.max_context + LOOKAHEAD)
+        pages = Pages(device, spec, slots=slots, count=ledger.pages, most_pages=most_pages)
         counters = device.allocate(64, KIND)
         device.zero(counters, 64)
-        model = Model(spec, weights, caches_of(pages), work, pad_class, counters, counters + 4)
+        model = Model(spec, weights, pages.caches, work, pad_class, counters, counters + 4)
         steps = StepGraphs(device, model, slots, graphs=graphs)
-        context = min(context, count * PAGE_TOKENS - LOOKAHEAD)
-        return cls(device, checkpoint, spec, context, slots, pages, model, steps, counters)
+        context = min(ledger.max_context, ledger.pages * PAGE_TOKENS - LOOKAHEAD)
+        return cls(device, checkpoint, spec, context, slots, ledger, pages, model, steps, counters)
 
     def counts(self, steps: int) -> StepCounts:
         """Totals so far; waits for the queued work."""
@@ -122,37 +135,17 @@ def context_of(options: EngineOptions, spec: Spec) -> int:
     return asked or most
 
 
-def page_count(options: EngineOptions, device: Device, spec: Spec, most_pages: int) -> int:
-    """Pages of the pool: what was asked for, else what fits, up to some sequences of full length."""
-    if options.cache_tokens is not None:
-        return max(pages_for(options.cache_tokens), 1)
-    sizes = Sizes.of(spec)
-    free = device.memory()[0] - SPARE_BYTES - options.max_sequences * sizes.slot
-    count = min(DEFAULT_CONTEXTS * most_pages, free // sizes.page)
-    if count < 1:
-        raise DeviceError("no room for a single cache page is left on the GPU. Use fewer --max-sequences.")
-    return int(count)
-
-
-def caches_of(pages: Pages) -> Caches:
-    """Addresses for the walks."""
-    return Caches(
-        windows=pages.windows,
-        pitch=pages.window_pitch,
-        layer_pitch=pages.ring * pages.row_bytes,
-        ring=pages.ring,
-        pool=Pool(pages.pool, pages.table, pages.most_pages, pages.layout),
-        pairs=pages.pairs,
-        history=pages.history,
-        history_slots=HISTORY,
+def ledger_of(options: EngineOptions, spec: Spec, device: Device) -> Ledger:
+    """What everything will take; told before anything is loaded. Raises ConfigError or DeviceError."""
+    context_of(options, spec)
+    ledger = plan_memory(
+        spec,
+        *device.memory(),
+        max_context=options.max_context,
+        max_sequences=options.max_sequences,
+        cache_tokens=options.cache_tokens,
+        lookahead=LOOKAHEAD,
+        engram="device",
     )
-
-
-def place_tables(weights: Weights, checkpoint: Checkpoint) -> None:
-    """Engram tables as they are stored, in device memory."""
-    for layer in weights.spec.engram_layer_ids:
-        for name, tensor in (("engram_table", "weight"), ("engram_table_scales", "scale")):
-            raw = checkpoint.raw(f"layers.{layer}.engram.embed.{tensor}")
-            address = weights.device.allocate(raw.nbytes, "weights, engram tables")
-            weights.device.upload(address, raw)
-            setattr(weights.layers[layer], name, address)
+    print(f"memory of GPU {device.index} ({device.name}):", *ledger.lines(), sep="\n  ", file=sys.stderr)
+    return ledger

@@ -23,6 +23,7 @@ from dsuf.layout import PAGE_TOKENS, pages_for
 from dsuf.spec import Spec
 
 GB = 1e9
+SHOWN = 1_000_000  # bytes from which a kind has a line of its own
 GRAPHS = 768 << 20  # cubins, captured graphs and what the driver takes for them: measured 0.4 GB, with room
 SPARE_SHARE = 0.005  # of the device, never planned
 SPARE_SLOTS = 1  # so that a sequence can begin while the one that ended still has work queued
@@ -49,7 +50,7 @@ class Ledger:
     def lines(self) -> list[str]:
         """The table that is printed before loading."""
         width = max(len(kind) for kind in self.entries)
-        rows = [f"{kind:{width}s} {count / GB:9.3f} GB" for kind, count in self.entries.items() if count]
+        rows = [f"{kind:{width}s} {count / GB:9.3f} GB" for kind, count in self.entries.items() if count >= SHOWN]
         rows.append(
             f"{'planned':{width}s} {self.planned / GB:9.3f} GB of {self.free / GB:.3f} free, {self.total / GB:.3f}"
         )

@@ -88,6 +88,7 @@ class Weights:
     main_proj: int = 0
     main_norm: int = 0
     draft_norm: int = 0
+    tables_in_host: bool = False
     markov_embed: int = 0
     markov_head: int = 0
     confidence: int = 0
@@ -124,8 +125,11 @@ class Weights:
 
     @property
     def loaded(self) -> list[Part]:
-        """Parts that `load` or a fill writes: all but the Engram tables."""
-        return [part for part in self.parts if part.name not in TABLES]
+        """Parts that `load` or a fill writes: all but Engram tables in host memory."""
+        return [part for part in self.parts if part.name not in TABLES or self._on_device(part)]
+
+    def _on_device(self, table: Part) -> bool:
+        return self.address(table) != 0 and not self.tables_in_host
 
     def load(self, checkpoint: Checkpoint, progress: Progress | None = None) -> None:
         """Pack on the host and copy: for small checkpoints; weight_load.py packs on the device."""
