@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -78,9 +78,11 @@ class GpuBackend:
         clock: Callable[[], float] = time.monotonic,
         *,
         graphs: bool = True,
+        synthetic: dict[str, Any] | None = None,
     ) -> None:
+        """`synthetic`: a config whose weights are made on the device, instead of the checkpoint of the options."""
         self._options, self._class_map, self._device, self._clock = options, class_map, device, clock
-        self._graphs = graphs
+        self._graphs, self._synthetic = graphs, synthetic
         self._held: dict[str, Held] = {}
         self._queued: deque[_Pass] = deque()
         self._emitted: list[Emitted] = []
@@ -88,7 +90,10 @@ class GpuBackend:
         self._steps = 0
 
     def load(self, progress: Progress) -> None:
-        self._machine = Machine.load(self._options, self._class_map, self._device, progress, graphs=self._graphs)
+        if self._synthetic is not None:
+            self._machine = Machine.synthetic(self._synthetic, self._options, self._device, graphs=self._graphs)
+        else:
+            self._machine = Machine.load(self._options, self._class_map, self._device, progress, graphs=self._graphs)
         self.checkpoint = self._machine.checkpoint
         self._pages, self._graph = self._machine.pages, self._machine.steps
         self._copies = Copies(self._pages)

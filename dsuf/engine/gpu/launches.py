@@ -86,7 +86,7 @@ class Launches:
         """Fresh streams, and class ids into the history."""
         r, d = self.rows, self.spec.hidden_size
         self.launch(
-            "embed", r.token, r.sequence, r.position, embedding, streams, class_map, history, d,
+            "embed", r.token, r.sequence, r.position, embedding, streams, class_map, history, history_slots, d,
             grid=(-(-d // EMBED_SPAN), self.count),
         )  # fmt: skip
 
@@ -109,7 +109,7 @@ class Launches:
         """Engram's table rows of each row."""
         r, spec = self.rows, self.spec
         self.launch(
-            "engram.gather", history, r.sequence, r.position, constants, table, table_scales, codes,
+            "engram.gather", history, history_slots, r.sequence, r.position, constants, table, table_scales, codes,
             scales, spec.engram_n_heads, spec.engram_head_dim, pad_class, grid=(spec.engram_columns, self.count),
         )  # fmt: skip
 
