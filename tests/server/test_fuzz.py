@@ -1,6 +1,11 @@
-"""Bodies drawn from the server's own description: every answer is one that the description allows, and none a 5xx."""
+"""Bodies drawn from the server's own description, and bodies of clients with one thing spoiled in half of them: every
+answer is one that the description allows, whole and in its protocol's form, and none a 5xx. The long run is
+`python -m tests.support.fuzz`.
+"""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import httpx
 import pytest
@@ -16,7 +21,9 @@ from schemathesis.specs.openapi.checks import (
 
 from dsuf.server.openapi import description
 from dsuf.server.routes import routes
-from tests.support.serving import running_server, says
+from tests.support.bodies import PATHS
+from tests.support.fuzz import answered, send
+from tests.support.serving import running_server, says, wait_until
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 POSITIVE, NEGATIVE = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
@@ -62,3 +69,12 @@ def test_whatever_is_sent_is_answered_as_described(server, path, method, mode):
 
     answered()
     assert not server.log("fault")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_clients_send_is_answered_whole_or_refused_in_form(path):
+    with running_server(answered) as server, httpx.Client() as client:
+        statuses = Counter(send(server, client, path, seed, spoiled=0.5) for seed in range(120))
+        wait_until(lambda: server.service.admission.open == 0)
+        assert not server.peer.running and not server.service.link.calls
+    assert statuses[200] > 40 and statuses[400] > 20, statuses

@@ -66,6 +66,11 @@ class Server:
     def log(self, event: str = "request_end") -> list[dict[str, Any]]:
         return [line for line in map(json.loads, self._lines) if line["event"] == event]
 
+    def forget(self) -> None:
+        """What was logged and asked so far."""
+        self._lines.clear()
+        self.peer.requests.clear()
+
     def request_end(self, count: int = 1) -> dict[str, Any]:
         """The count-th request_end line, waited for."""
         wait_until(lambda: len(self.log()) >= count)
