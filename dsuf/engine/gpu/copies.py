@@ -149,13 +149,15 @@ class Copies:
     def _send(self, job: _Job) -> None:
         """One piece of settled pages to the host."""
         place, size = self._free.popleft(), self.pages.page_bytes
-        parts = []
+        parts, numbers = [], []
+        for i in range(min(self._piece_pages, len(job.waiting))):
+            page, target = job.waiting.popleft()
+            numbers.append(page)
+            parts.append((self._pieces[place][i * size : (i + 1) * size], target[:size]))
         with self.device.beside():
-            for i in range(min(self._piece_pages, len(job.waiting))):
-                page, target = job.waiting.popleft()
-                staged = self._pieces[place][i * size : (i + 1) * size]
-                self.device.copy_async(staged.ctypes.data, self.pages.pool + page * size, size)
-                parts.append((staged, target[:size]))
+            for i, page, count in _adjacent(numbers):
+                staged = self._pieces[place].ctypes.data + i * size
+                self.device.copy_async(staged, self.pages.pool + page * size, count * size)
             job.under_way.append(_Piece(self.device.record(), parts, place))
 
     def _state_parts(
@@ -220,15 +222,17 @@ class Copies:
 
     def _pages_to_device(self, slot: int, pages: Sequence[Buffer]) -> None:
         events: list[Event | None] = [None] * PIECES
+        held = self.pages.pages_of(slot)
         for turn, chunk in enumerate(_chunks(pages, self._piece_pages)):
             place, size = turn % PIECES, self.pages.page_bytes
             if events[place] is not None:
                 events[place].wait()
             for i, page in enumerate(chunk):
-                staged = self._pieces[place][i * size : (i + 1) * size]
-                staged[:] = _flat(page)[:size]
-                number = turn * self._piece_pages + i
-                self.device.copy_async(self.pages.address(slot, number), staged.ctypes.data, size)
+                self._pieces[place][i * size : (i + 1) * size] = _flat(page)[:size]
+            first = turn * self._piece_pages
+            for i, page, count in _adjacent(held[first : first + len(chunk)]):
+                staged = self._pieces[place].ctypes.data + i * size
+                self.device.copy_async(self.pages.pool + page * size, staged, count * size)
             events[place] = self.device.record()
 
     def _move(self, direction: str, slot: int, position: int, decoder_start: int) -> None:
@@ -262,6 +266,15 @@ class _Page:
 
 def _flat(buffer: Buffer) -> np.ndarray:
     return np.frombuffer(buffer, np.uint8)
+
+
+def _adjacent(pages: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(index of the first, its page, count) of runs of pages that lie side by side: one copy each."""
+    first = 0
+    for i in range(1, len(pages) + 1):
+        if i == len(pages) or pages[i] != pages[i - 1] + 1:
+            yield first, pages[first], i - first
+            first = i
 
 
 def _chunks(items: Sequence[Buffer], size: int) -> Iterator[Sequence[Buffer]]:

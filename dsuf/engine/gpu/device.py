@@ -341,6 +341,10 @@ def look(index: int) -> tuple[str, str]:
         (status,) = driver.cuInit(0)
     except RuntimeError:  # cuda.pathfinder found no libcuda.so.1
         raise DeviceError("no NVIDIA driver: libcuda.so.1 was not found. Install it, or use --gpus 0.") from None
+    if status.name == "CUDA_ERROR_NO_DEVICE":
+        raise DeviceError(
+            f"GPU {index} was asked for, none can be seen (is CUDA_VISIBLE_DEVICES empty?). Use --gpus 0."
+        )
     if int(status) != 0:
         raise DeviceError(f"the NVIDIA driver does not start: {status.name}. Check `nvidia-smi`, or use --gpus 0.")
     check_driver(int(driver.cuDriverGetVersion()[1]))

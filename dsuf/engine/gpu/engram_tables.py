@@ -5,8 +5,9 @@
     host            a memfd, on 2 MiB pages where the machine has them free, registered with CUDA in pieces of 1 GiB
 
 A token reads 24 rows of 264 bytes a layer, so that even over PCIe the bytes are few; what host memory costs is latency,
-and page-locking at start: 0.67 s a GiB with 4 KiB pages. The memfd can outlive the engine process that filled it (who
-starts engines keeps the descriptor): then a restart only registers.
+and page-locking at start: 0.04 s a GiB with 4 KiB pages, 0.02 s with 2 MiB pages, once the memory has been touched. The
+memfd can outlive the engine process that filled it (who starts engines keeps the descriptor): then a restart only
+registers.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ Placement = Literal["device", "device-sharded", "host"]
 PIECE = 1 << 30  # registered at a time
 HUGE_PAGE = 2 << 20
 HEADER = 4096  # of the memfd: the mark of complete tables
-REGISTER_S_PER_GIB = {4096: 0.67, HUGE_PAGE: 0.1}  # seconds to page-lock a GiB, by page size
+# seconds a GiB by page size, measured on an H200's host (docs/results/memory-h200.json): the first touch by one thread,
+# which reading the tables into it does, and page-locking
+TOUCH_S_PER_GIB = {4096: 0.65, HUGE_PAGE: 0.155}
+REGISTER_S_PER_GIB = {4096: 0.042, HUGE_PAGE: 0.021}
 MEMINFO = Path("/proc/meminfo")
 
 
@@ -65,6 +69,7 @@ class Forecast:
     free_bytes: int  # of memory
     huge_bytes: int  # free in 2 MiB pages
     page_bytes: int  # of the pages that would be used
+    touch_s: float
     register_s: float
 
 
@@ -78,7 +83,8 @@ def forecast(spec: Spec, meminfo: Path = MEMINFO) -> Forecast:
     huge = fields.get("HugePages_Free", 0) * fields.get("Hugepagesize", 0) * 1024
     page = HUGE_PAGE if huge >= nbytes else 4096
     free = max(fields.get("MemAvailable", 0) * 1024, huge)
-    return Forecast(nbytes, free, huge, page, nbytes / PIECE * REGISTER_S_PER_GIB[page])
+    gib = nbytes / PIECE
+    return Forecast(nbytes, free, huge, page, gib * TOUCH_S_PER_GIB[page], gib * REGISTER_S_PER_GIB[page])
 
 
 def place_on_device(weights: Weights) -> None:

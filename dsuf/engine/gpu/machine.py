@@ -20,6 +20,7 @@ from dsuf.engine.gpu.pages import Pages
 from dsuf.engine.gpu.step_graph import StepGraphs
 from dsuf.engine.gpu.step_walk import Model
 from dsuf.engine.gpu.weight_fill import fill
+from dsuf.engine.gpu.weight_load import load
 from dsuf.engine.gpu.weights import Weights
 from dsuf.engine.options import EngineOptions
 from dsuf.errors import CheckpointError, ConfigError
@@ -74,7 +75,7 @@ class Machine:
         ledger = ledger_of(options, spec, device)
         weights = Weights.allocate(device, spec, classes, positions=ledger.max_context + LOOKAHEAD)
         place_on_device(weights)
-        weights.load(checkpoint, lambda done, total: progress("weights", done / total))
+        load(weights, checkpoint, lambda done, total: progress("weights", done / total))
         pad = int(classes[spec.engram_pad_token_id])
         machine = cls.over(device, ledger, weights, pad, checkpoint=checkpoint, graphs=graphs)
         progress("weights", 1.0)

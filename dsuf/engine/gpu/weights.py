@@ -1,7 +1,7 @@
 """Weights on the device: an address for each name, in the layouts that the kernels read (weight_plan.py).
 
     weights = Weights.allocate(device, spec, class_map)
-    weights.load(checkpoint, progress)      or    fill(weights, seed) of weight_fill.py
+    load(weights, checkpoint) of weight_load.py      or    fill(weights, config, seed) of weight_fill.py
     weights.layers[3].wq_b, weights.stages[0].gate, weights.embed, ...
 
 0 is the address of what a layer does not have. Engram tables are placed by engram_tables.py.
@@ -132,7 +132,7 @@ class Weights:
         return self.address(table) != 0 and not self.tables_in_host
 
     def load(self, checkpoint: Checkpoint, progress: Progress | None = None) -> None:
-        """Pack on the host and copy: for small checkpoints; weight_load.py packs on the device."""
+        """Pack on the host and copy, a part at a time: for small checkpoints (weight_load.py chooses)."""
         total, done = sum(part.nbytes for part in self.loaded), 0
         for part in self.loaded:
             self.device.upload(self.address(part), packed(part, checkpoint, self.device.chip))
@@ -150,7 +150,9 @@ def packed(part: Part, checkpoint: Checkpoint, chip: str) -> np.ndarray:
     """A part as bytes, uint8 [nbytes], in NumPy: the slow statement of what the device makes."""
     if part.layout == "plain":
         raw = np.concatenate([_bytes(checkpoint.raw(name)) for name in part.tensors])
-        return raw if part.split is None else raw[part.first * part.k :][: part.n]
+        if part.split is None:
+            return raw
+        return raw[part.first * checkpoint.raw(part.tensors[0]).shape[1] :][: part.n]
     if part.layout == "qk":
         q, k = (formats.bf16_to_float32(checkpoint.raw(name)) for name in part.tensors)
         return _bytes(q * k)

@@ -8,6 +8,7 @@ import pytest
 from dsuf import formats
 from dsuf.engine.gpu import weight_fill, weight_plan, weights
 from dsuf.engine.gpu.engram_tables import place_on_device
+from dsuf.engine.gpu.weight_load import Loader
 from dsuf.kernels import pack
 from dsuf.kernels.catalogue import CONFIGS
 from dsuf.model import synthetic
@@ -62,7 +63,7 @@ class TestPacking:
                 assert data.size == part.nbytes
                 if part.split in ("rows", "groups", "experts") and len(part.tensors) == 1:
                     every = weights.packed(whole[part.owner, part.name], tiny, "sm_90a")
-                    at = part.first * every.size // _units(whole[part.owner, part.name])
+                    at = part.first * every.size // _units(tiny, whole[part.owner, part.name])
                     assert np.array_equal(data, every[at : at + data.size]), part
 
     def test_query_and_window_projections_are_stacked(self, tiny):
@@ -78,8 +79,8 @@ class TestPacking:
         assert np.array_equal(weights.packed(part, tiny, "sm_90a").view(np.float32).reshape(q.shape), q * k)
 
 
-def _units(part):
-    return part.experts or (part.n if part.layout != "plain" else part.nbytes)
+def _units(checkpoint, part):
+    return part.experts or (part.n if part.layout != "plain" else len(checkpoint.raw(part.tensors[0])))
 
 
 class TestLoading:
@@ -97,6 +98,21 @@ class TestLoading:
         got = device.download(held.class_map, 4 * spec.vocab_size).view(np.int32)
         assert np.array_equal(got, tiny.class_map())
         assert sum(device.held().values()) < 1.2 * sum(p.nbytes for p in held.parts)
+
+
+class TestLoader:
+    @pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (1, 2)])
+    def test_packed_on_the_device_it_is_what_the_host_packs(self, tiny, rank, ranks):
+        device = SimtDevice()
+        held = weights.Weights.allocate(device, tiny.spec, tiny.class_map(), positions=64, rank=rank, ranks=ranks)
+        place_on_device(held)
+        held.parts = [p for p in held.parts if p.owner in ("", "layers.1", "layers.2", "mtp.2")]
+        seen = []
+        Loader(held, tiny, buffer=64 << 10).run(lambda done, total: seen.append((done, total)))
+        for part in held.parts:
+            data = weights.packed(part, tiny, device.chip)
+            assert np.array_equal(device.download(held.address(part), part.nbytes), data), part
+        assert seen == sorted(seen) and len(seen) > 3 and seen[-1][0] == seen[-1][1]
 
 
 @pytest.fixture(scope="module")
@@ -181,4 +197,4 @@ def _mix(x):
 
 
 def _word(i, key0, key1):
-    return _mix(_mix(np.array(i ^ key0, np.uint32)) ^ np.uint32(key1))
+    return _mix(_mix(np.array([i ^ key0], np.uint32)) ^ np.uint32(key1))[0]
