@@ -5,8 +5,7 @@
 What index.py computes for decode rows, with another order of sums. q bf16 [rows, heads, di] from index.query, weights
 float32 [rows, heads]; all rows are of one sequence (`slot` of the page table), in ascending position. Keys are e2m1
 with ue8m0 per 32 in pages (layout.py) of `ratio` tokens an entry. Row r gets scores of at least its (position + 1) /
-ratio visible entries; what lies behind them up to the capacity, a multiple of 64, means nothing. best (0: not wanted)
-float32 [rows, capacity / 8]: the largest visible score of each 8 entries, the newest visible block as +3e38.
+ratio visible entries; what lies behind them up to the capacity, a multiple of 64, means nothing.
 
 Reference: dsuf.ops.index.index_scores. Operations 2 heads di an entry and row decide; keys come from L2, 68 bytes an
 entry for each 16 rows.
@@ -24,7 +23,6 @@ from __future__ import annotations
 
 from dsuf.kernels.catalogue import Entry, Width
 from dsuf.kernels.chunk_attend import SHRINK
-from dsuf.kernels.index import BLOCK, LOWEST, TOP
 from dsuf.kernels.lang import Kernel, int32, int64, kernel, regs, s32, s64, uint32, unroll
 from dsuf.kernels.ptx.convert import as_float, fma, fmax, fp4x8_bf16_scaled
 from dsuf.kernels.ptx.copy import fence_async, fence_mbarrier_init, mbarrier_arrive, mbarrier_init, mbarrier_wait
@@ -55,14 +53,12 @@ from dsuf.kernels.ptx.sync import (
     wait_for_previous_kernel,
 )
 from dsuf.kernels.ptx.wgmma import SWIZZLED_TILE, wgmma, wgmma_commit, wgmma_fence, wgmma_wait, zeros
-from dsuf.kernels.quantise import max_over
 from dsuf.layout import PAGE_TOKENS
 from dsuf.ops.index import index_scores
 
 TILE, COLUMNS, CONSUMERS = 64, 256, 2  # entries of a tile; (row, head) pairs of a consumer warpgroup
 STAGES = 4
 KEY_SHIFT = 118  # exponent of the factor that leaves 2^-8 of a key's value
-ROW_LANES = (4, 8, 16)
 
 
 def rows_of_block(heads: int) -> int:
@@ -90,7 +86,7 @@ def make(*, heads: int, di: int) -> Kernel:
     @kernel(threads=128 * (CONSUMERS + 1), grid=(1, 1), shared=AT_BAR + 16 * STAGES, name=f"chunk_scores_{heads}x{di}")
     def scores(
         q: s64, weights: s64, pages: s64, most_pages: s32, key_codes: s64, key_scales: s64, page_bytes: s64, slot: s32,
-        position: s64, ratio: s32, out: s64, capacity: s64, best: s64, rows: s32,
+        position: s64, ratio: s32, out: s64, capacity: s64, rows: s32,
     ) -> None:  # fmt: skip
         tid = int32(thread_index())
         lane = int32(tid & 31)
@@ -212,13 +208,6 @@ def make(*, heads: int, di: int) -> Kernel:
                     row = int64(row0 + r)
                     if row0 + r < rows:
                         stg_f32(out + (row * capacity + entry) * 4, value)
-                    if best != 0:
-                        seen = int32((int32(ldg_u32(position + int64(min(row0 + r, rows - 1)) * 4)) + 1) // ratio)
-                        top = max_over(value if entry < seen else LOWEST, ROW_LANES)
-                        block = int32(entry // BLOCK)
-                        top = TOP if block == (seen - 1) // BLOCK else top
-                        if lane < 4 and row0 + r < rows:
-                            stg_f32(best + (row * (capacity // BLOCK) + block) * 4, top)
 
     return scores
 

@@ -152,7 +152,7 @@ class Bench:
         def score(first: int) -> None:
             self.launch("chunk.scores/v41", at_q + first * HEADS * DI * 2, at_w + first * HEADS * 4, table,
                         context // PAGE_TOKENS, pool + SOURCE.key_codes.offset, pool + SOURCE.key_scales.offset,
-                        LAYOUT.page_bytes, 0, at_p + first * 4, SOURCE.ratio, scores, entries, 0, piece,
+                        LAYOUT.page_bytes, 0, at_p + first * 4, SOURCE.ratio, scores, entries, piece,
                         grid=(segments, piece // tiles))  # fmt: skip
 
         def select(first: int) -> None:

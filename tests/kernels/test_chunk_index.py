@@ -1,4 +1,4 @@
-"""Index scores of a chunk's rows against ops.index in float64: partial tiles and row blocks, block maxima."""
+"""Index scores of a chunk's rows against ops.index in float64: partial tiles and row blocks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import pytest
 
 from dsuf import formats
 from dsuf.kernels import chunk_index as family
-from dsuf.kernels.index import TOP
 from dsuf.layout import PAGE_TOKENS
 from dsuf.ops import qdq
 from dsuf.ops.index import index_scores
@@ -37,17 +36,16 @@ class Case:
         padded[: min(len(keys), self.capacity)] = keys[: self.capacity]
         return index_scores(values(self.q), self.weights.astype(float) * (self.di * self.heads) ** -0.5, padded)
 
-    def run(self, *, best: bool = False, segments: int = 2) -> tuple[np.ndarray, np.ndarray]:
+    def run(self, *, segments: int = 2) -> np.ndarray:
         rows, n = len(self.position), len(self.codes)
         out = np.full((rows, self.capacity), np.nan, np.float32)
-        maxima = np.full((rows, self.capacity // 8), np.nan, np.float32)
         page = np.ascontiguousarray(np.concatenate([self.codes.reshape(n, -1), self.scales.reshape(n, -1)], axis=1))
         scales = page.ctypes.data + self.codes[0].size
         kernel = family.make(heads=self.heads, di=self.di)
         execute(kernel, [self.q, self.weights, self.pages, self.pages.shape[1], page, scales, page.shape[1], 1,
-                         self.position, self.ratio, out, self.capacity, maxima if best else 0, rows],
+                         self.position, self.ratio, out, self.capacity, rows],
                 grid=(segments, -(-rows // family.rows_of_block(self.heads))))  # fmt: skip
-        return out, maxima
+        return out
 
 
 @pytest.mark.parametrize(("width", "ratio", "start", "rows"), [
@@ -55,29 +53,19 @@ class Case:
 ])  # fmt: skip
 def test_scores_agree_with_the_op(width: str, ratio: int, start: int, rows: int):
     case = Case(np.random.default_rng(ratio), width, ratio, start, rows)
-    out, _ = case.run()
+    out = case.run()
     want = case.expected()
     for row in range(rows):
         seen = int(case.visible[row])
         assert_near(out[row, :seen].astype(float), want[row, :seen], 1e-5, 1e-5)
 
 
-def test_blocks_have_their_largest_visible_score():
-    case = Case(np.random.default_rng(4), "tiny", 1, 117, 34)
-    out, best = case.run(best=True, segments=3)
-    assert np.array_equal(case.run()[0], out)
-    for row, seen in enumerate(case.visible):
-        blocks = [out[row, at : min(at + 8, seen)].max() for at in range(0, seen, 8)]
-        blocks[-1] = np.float32(TOP)
-        assert np.array_equal(best[row, : len(blocks)], blocks)
-
-
 def test_a_row_does_not_depend_on_the_chunk():
     case = Case(np.random.default_rng(6), "tiny", 2, 64, 40)
-    together = case.run()[0]
+    together = case.run()
     for name in ("position", "q", "weights"):
         setattr(case, name, np.ascontiguousarray(getattr(case, name)[21:24]))
-    alone = case.run(segments=1)[0]
+    alone = case.run(segments=1)
     for row in range(3):
         seen = int(case.visible[21 + row])
         assert np.array_equal(alone[row, :seen], together[21 + row, :seen])
