@@ -5,9 +5,10 @@
     swiglu    out = q8(bf16(silu(min(g, limit)) clamp(u, -limit, limit)))       input of the shared expert's w2
     move      rows of positions first .. first + count - 1 from one ring to another: slot = position mod slots
 
-x bf16 [rows, K], codes e4m3 [rows, K], scales ue8m0 [rows, scale_stride(K)], y bf16 [rows, 2 I] = (g, u); out bf16, the codes' values in product order (gemm.py). Rings hold rows
-of `words` 32-bit words: a window's latents, a history's class ids. A chunk works in private rings that hold all of its
-rows and the window before them; these copies join them to the sequence's own.
+x bf16 [rows, K], codes e4m3 [rows, K], scales ue8m0 [rows, scale_stride(K)], y bf16 [rows, 2 I] = (g, u); out bf16, the
+codes' values in product order (gemm.py). Rings hold rows of `words` 32-bit words: a window's latents, a history's class
+ids. A chunk works in private rings that hold all of its rows and the window before them; these copies join them to the
+sequence's own.
 
 Reference: dsuf.ops.qdq.q8, dsuf.ops.expert.swiglu. Bytes: 4 K, 6 I a row: memory decides. A thread makes eight columns.
 """
