@@ -9,12 +9,13 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from dsuf.cli import machine
+from dsuf.cli import doctor_gpu, machine
+from dsuf.cli.finding import Finding
 from dsuf.config import Environment, private_folder, read_environment
 from dsuf.errors import DsufError, EnvironmentProblem
 
@@ -23,18 +24,17 @@ CACHE_NEEDED = 512 * 1024**2  # the built-in checkpoint with room to write it be
 SUPPORTED_PYTHON = ((3, 11), (3, 14))  # first, and first no longer
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing looked at. `mark` is ok, note (works, with a limit) or FAIL; `fix` says what to do."""
-
-    mark: str
-    what: str
-    fix: str = ""
-
-
-def doctor() -> None:
+def doctor(
+    ckpt: Annotated[
+        str | None,
+        typer.Option("--ckpt", help="Also say what loading takes: a checkpoint folder or config.", metavar="NAME|DIR"),
+    ] = None,
+    ranks: Annotated[int, typer.Option("--ranks", help="GPUs that share it.")] = 1,
+) -> None:
     """Check this machine; each finding with its fix. Exit 3 when something must be mended."""
     findings = list(examine(read_environment()))
+    if ckpt is not None:
+        findings += doctor_gpu.loading(ckpt, ranks)
     for finding in findings:
         print(f"{finding.mark:4}  {finding.what}")
         if finding.fix:
@@ -58,7 +58,7 @@ def examine(environment: Environment) -> Iterator[Finding]:
     yield _memory()
     yield _cores()
     yield _blas(environment.blas_threads)
-    yield _gpus()
+    yield from doctor_gpu.examine(environment)
     yield from _rdma()
     for name in environment.unknown:
         yield Finding("note", f"{name} is set, and nothing reads it", "unset it, or check the spelling")
@@ -151,14 +151,6 @@ def _blas(threads: str | None) -> Finding:
     if threads is not None and threads.isdigit() and int(threads) > machine.cpu_cores():
         return Finding("note", what, "set OPENBLAS_NUM_THREADS to at most the number of usable cores, or unset it")
     return Finding("ok", what)
-
-
-def _gpus() -> Finding:
-    found = machine.find_gpus()
-    if not found.devices:
-        return Finding("ok", f"no GPU: {found.problem}; the CPU backend runs everything")
-    names = ", ".join(f"{gpu.name} ({gpu.sm}, {gpu.memory_bytes / 1e9:.0f} GB)" for gpu in found.devices)
-    return Finding("note", f"{names}; driver for CUDA {found.driver}", "this build has no GPU backend, the CPU is used")
 
 
 def _rdma() -> Iterator[Finding]:

@@ -56,6 +56,12 @@ def selected(chips: Sequence[str], only: Sequence[str] = ()) -> list[tuple[str, 
     ]
 
 
+def built_names(chip: str, cache: Path) -> set[str]:
+    """Entries of a chip whose cubin is in the cache, for the kernel sources as they are."""
+    index = _read_index(cache, chip, source_state())
+    return {name for name, key in index.items() if cached_file(cache, chip, key).exists()}
+
+
 def build_catalogue(
     work: Sequence[tuple[str, str]], cache: Path, jobs: int, done: Callable[[Row], None]
 ) -> dict[tuple[str, str], Built]:

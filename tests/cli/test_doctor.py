@@ -10,6 +10,7 @@ from dsuf.cli import doctor, machine
 from dsuf.cli.app import run_command
 from dsuf.cli.machine import Gpu, Gpus
 from dsuf.config import Environment
+from dsuf.model.synthetic import load_config, write_checkpoint
 
 
 @pytest.fixture
@@ -75,12 +76,46 @@ def test_more_blas_threads_than_cores_are_a_note(environment):
     assert finding(environment, "threads: one a core").mark == "ok"
 
 
-def test_a_gpu_is_shown_with_what_this_build_does_with_it(environment, monkeypatch):
-    gpus = Gpus((Gpu(0, "NVIDIA H200", "sm_90", 150 * 10**9),), driver="13.0")
-    monkeypatch.setattr(machine, "find_gpus", lambda: gpus)
-    found = finding(environment, "H200")
-    assert found.mark == "note"
-    assert "no GPU backend" in found.fix
+class TestGpus:
+    @pytest.fixture
+    def machine_with(self, monkeypatch):
+        def there(name="NVIDIA H200", sm="sm_90", driver="13.0"):
+            gpus = Gpus((Gpu(0, name, sm, 150 * 10**9),), driver=driver)
+            monkeypatch.setattr(machine, "find_gpus", lambda: gpus)
+
+        return there
+
+    def test_one_is_shown_with_its_driver_its_kernels_and_the_host_memory_for_tables(self, environment, machine_with):
+        machine_with()
+        assert finding(environment, "GPU 0: NVIDIA H200 (sm_90, 150 GB)").mark == "ok"
+        assert finding(environment, "driver for CUDA 13.0").mark == "ok"
+        kernels = finding(environment, "kernels for sm_90a are built")
+        assert kernels.what.startswith("0 of ") and "dsuf build --sm sm_90a" in kernels.fix
+        tables = finding(environment, "Engram tables")
+        assert "203 GB" in tables.what and "to page-lock" in tables.what
+
+    def test_an_old_driver_fails(self, environment, machine_with):
+        machine_with(driver="12.4")
+        found = finding(environment, "CUDA 12.4")
+        assert found.mark == "FAIL" and "newer NVIDIA driver" in found.fix
+
+    def test_a_gpu_without_kernels_is_a_note(self, environment, machine_with):
+        machine_with("NVIDIA L4", "sm_89")
+        found = finding(environment, "NVIDIA L4")
+        assert found.mark == "note" and "compute capability 8.9" in found.what
+
+    def test_the_released_checkpoint_is_planned_by_rank_and_phase(self, environ, capsys):
+        assert run_command(["doctor", "--ckpt", "v41-flash", "--ranks", "4"]) == 0
+        text = capsys.readouterr().out
+        assert "v41-flash on 4 x " in text and "(device-sharded)" in text
+        assert "routed experts: 288.78 GB read, 72.19 GB a rank" in text
+        assert run_command(["doctor", "--ckpt", "v41-flash"]) == 0
+        assert "202.8 GB page-locked in the host" in capsys.readouterr().out
+
+    def test_a_sparse_checkpoint_is_planned_like_its_config(self, environ, capsys, tmp_path):
+        write_checkpoint(load_config("tiny"), tmp_path / "sparse", sparse=True)
+        assert run_command(["doctor", "--ckpt", str(tmp_path / "sparse")]) == 0
+        assert "routed experts: 0.00 GB read" in capsys.readouterr().out
 
 
 def test_a_misspelt_variable_is_a_note(environment):
