@@ -20,9 +20,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from dsuf.kernels.catalogue import ROW_TILES, Entry, Width, tile_of
 from dsuf.kernels.lang import Kernel, f32, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
-from dsuf.kernels.pack import chunk_width, fp4_chunk_bytes
+from dsuf.kernels.pack import chunk_width, fp4_chunk_bytes, interleave, pack_fp4
 from dsuf.kernels.ptx.convert import (
     bf16x2,
     e4m3x2,
@@ -71,6 +73,8 @@ from dsuf.ops.expert import experts_sum
 
 PLAN_HEAD, PLAN_RECORD = 4, 12  # int32s
 GROUP_PAIRS = 8
+GATE_UP_CHUNK, GATE_UP_TILES = 128, 2  # columns of a chunk; tiles of gate, then of up, that lie together
+Fp4 = tuple[np.ndarray, np.ndarray]  # packed codes and scales
 LOG2_E = 1.4426950408889634
 STAGED = 132 * 1024
 SM_COUNT = 132
@@ -80,6 +84,30 @@ QUAD_ROWS = (4, 8, 16)  # lanes that hold the same columns
 def plan_bytes(pairs: int) -> int:
     """Size of a plan buffer."""
     return 4 * (PLAN_HEAD + PLAN_RECORD * pairs)
+
+
+def plan_of(chosen: np.ndarray, pairs: int) -> np.ndarray:
+    """The plan that the router makes of experts int32 [rows, k] (negative: none), as int32, for tests and benches."""
+    out, flat, used = np.zeros(plan_bytes(pairs) // 4, np.int32), chosen.ravel(), 0
+    records = out[PLAN_HEAD:].reshape(-1, PLAN_RECORD)
+    for expert in sorted(set(flat.tolist()) - {-1}):
+        mine = np.flatnonzero(flat == expert)
+        for at in range(0, len(mine), GROUP_PAIRS):
+            group = mine[at : at + GROUP_PAIRS]
+            records[used, : 2 + len(group)] = [expert, len(group), *group]
+            used += 1
+    out[0] = used
+    return out
+
+
+def pack_gate_up(w1: Fp4, w3: Fp4, chip: str) -> np.ndarray:
+    """An expert's w1 and w3 (codes [I, D/2], scales [I, D/32]) as gate_up reads them."""
+    return interleave(*(pack_fp4(*w, chip, GATE_UP_CHUNK) for w in (w1, w3)), GATE_UP_TILES)
+
+
+def pack_down(w2: Fp4, chip: str) -> np.ndarray:
+    """An expert's w2 (codes [D, I/2], scales [D, I/32]) as down reads it."""
+    return pack_fp4(*w2, chip)
 
 
 @inline
@@ -346,12 +374,11 @@ def make_down(*, d: int, i: int, topk: int, rows: int, chip: str, warps: int, st
     return down
 
 
-# (warps, stages) by rows; by rule for sm_90a, unmeasured. A stage of gate_up is 8.7 KB (128 columns of 4 tiles, so that
+# (warps, stages) by rows; by rule for sm_90a, unmeasured. A stage of gate_up is 4.4 KB (128 columns of 4 tiles, so that
 # one row's 432 items occupy enough warps); 16 and 24 staged rows leave room for fewer. down never has that problem.
 GATE_UP = {8: (16, 2), 16: (8, 3), 24: (8, 2), 48: (16, 2)}
 DOWN = (16, 2)
 SMALL = (4, 2)
-GATE_UP_CHUNK = 128
 
 
 def tile_for(label: str, rows: int) -> int:

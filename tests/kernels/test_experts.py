@@ -26,21 +26,6 @@ class Layer:
         self.w13, self.w2 = np.stack(w13), np.stack([pack.pack_fp4(*one[2], chip) for one in self.raw])
 
 
-def plan_of(chosen: np.ndarray, tile: int) -> np.ndarray:
-    """The plan that the router would make (test_route.py)."""
-    pairs, flat = tile * chosen.shape[1], chosen.ravel()
-    out = np.full(family.plan_bytes(pairs) // 4, -7, np.int32)
-    records, used = out[family.PLAN_HEAD :].reshape(-1, family.PLAN_RECORD), 0
-    for expert in sorted(set(flat.tolist()) - {-1}):
-        mine = np.flatnonzero(flat == expert)
-        for at in range(0, len(mine), 8):
-            group = mine[at : at + 8]
-            records[used, : 2 + len(group)] = [expert, len(group), *group]
-            used += 1
-    out[0] = used
-    return out
-
-
 ROUTINGS = {
     "spread": lambda rng, rows: np.sort(rng.permuted(np.tile(np.arange(EXPERTS), (rows, 1)), axis=1)[:, :2], axis=1),
     "crowded": lambda rng, rows: np.tile([[1, 4]], (rows, 1)),
@@ -51,7 +36,8 @@ def run_layer(layer: Layer, x, chosen, weights, tile: int, chip: str, most: int 
     rows, topk = chosen.shape
     d, i = x.shape[1], layer.w2.shape[2] * pack.chunk_width(layer.dense[0][2].shape[1])
     codes, scales, exact = q8_rows(x, tile)
-    plan, pairs = plan_of(chosen, tile), tile * topk
+    pairs = tile * topk
+    plan = family.plan_of(chosen, pairs)
     h, sh = np.full((pairs, i), 0x7F, np.uint8), np.full((pairs, scale_stride(i)), 255, np.uint8)
     y = np.full((pairs, d), 0x7FC0, np.uint16)
     shape = {"d": d, "i": i, "topk": 3, "rows": tile, "chip": chip, "warps": 2, "stages": 2}
