@@ -231,12 +231,16 @@ class TestData:
 
     def test_a_file_of_prompts_and_messages(self, tmp_path):
         path = tmp_path / "data.jsonl"
-        rows = [{"prompt": "one", "max_tokens": 3}, {"messages": [{"role": "user", "content": "two"}]}]
+        rows = [
+            {"prompt": "one", "max_tokens": 3, "body": {"x": 2}},
+            {"messages": [{"role": "user", "content": "two"}]},
+        ]
         path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
         made = make_dataset("jsonl", 3, Shape(output_len=7), random.Random(0), path, {"x": 1})
         bodies = [one.bodies().body(0) for one in made]
         assert [body["messages"][0]["content"] for body in bodies] == ["one", "two", "one"]
-        assert [body["max_tokens"] for body in bodies] == [3, 7, 3] and bodies[0]["x"] == 1
+        assert [body["max_tokens"] for body in bodies] == [3, 7, 3]
+        assert [body["x"] for body in bodies] == [2, 1, 2]
 
     @pytest.mark.parametrize("text", ["", "{}", '{"prompt": 5}', "nonsense", '{"prompt": "a", "messages": []}'])
     def test_files_that_do_not_fit_are_refused(self, tmp_path, text):

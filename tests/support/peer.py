@@ -114,6 +114,7 @@ class Peer:
         try:
             if script.rejects is not None:
                 self.running.discard(request.id)
+                del self._tasks[request.id]
                 await self._connection.send([script.rejects])
                 return
             await asyncio.sleep(script.queue_s)
@@ -138,6 +139,7 @@ class Peer:
         except asyncio.CancelledError:
             reason = "cancelled"
         self.running.discard(request.id)
+        del self._tasks[request.id]
         await self._connection.send([Finished(request.id, reason, _stats(request, script, emitted), script.message)])
 
 

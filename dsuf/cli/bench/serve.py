@@ -24,7 +24,7 @@ def serve(
     url: Annotated[str | None, typer.Option("--url", help="A running server. Default: start one and stop it.")] = None,
     dataset: Annotated[str, typer.Option("--dataset", help="random, tetris, jsonl, prefix, chat or mix.")] = "random",
     dataset_path: Annotated[
-        Path | None, typer.Option("--dataset-path", help="jsonl: lines with prompt or messages, and max_tokens.")
+        Path | None, typer.Option("--dataset-path", help="jsonl: lines with prompt or messages, max_tokens, body.")
     ] = None,
     num_prompts: Annotated[int, typer.Option("--num-prompts", help="Conversations to send.")] = 100,
     request_rate: Annotated[

@@ -130,12 +130,13 @@ def _chat(shape: Shape, rng: random.Random, base: dict[str, Any]) -> Conversatio
 
 
 class _Row(msgspec.Struct):
-    """One line of a file: `prompt` or `messages`, and how long the answer may be."""
+    """One line of a file: `prompt` or `messages`, how long the answer may be, and further fields of the request."""
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     max_tokens: int | None = None
     output_tokens: int | None = None
+    body: dict[str, Any] = {}
 
 
 def _jsonl(path: Path, count: int, shape: Shape, base: dict[str, Any]) -> list[Conversation]:
@@ -152,5 +153,5 @@ def _jsonl(path: Path, count: int, shape: Shape, base: dict[str, Any]) -> list[C
     for i in range(count):
         row = rows[i % len(rows)]
         tokens = row.max_tokens or row.output_tokens or shape.output_len
-        made.append(Conversation(((row.prompt or "", tokens),), base, tuple(row.messages or ())))
+        made.append(Conversation(((row.prompt or "", tokens),), {**base, **row.body}, tuple(row.messages or ())))
     return made
