@@ -104,3 +104,9 @@ def test_the_readme_names_every_command():
     names += [f"dsuf bench {command.callback.__name__}" for command in bench.registered_commands]
     readme = (ROOT / "README.md").read_text()
     assert [name for name in names if name not in readme] == []
+
+
+def test_the_readme_names_the_packages_that_ci_installs_for_the_system_tests():
+    readme, ci = (ROOT / "README.md").read_text(), (ROOT / ".ci" / "run").read_text()
+    told = re.search(r"apt-get install --no-install-recommends ([^`]*?)\nln ", readme)[1].replace("\\", "").split()
+    assert told == re.search(r'^packages="(.*)"$', ci, re.M)[1].split()
