@@ -26,7 +26,7 @@ from typing import Any
 from dsuf.kernels.catalogue import Entry, Width
 from dsuf.kernels.lang import Kernel, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
 from dsuf.kernels.ptx.convert import bf16_high, bf16_low, fma
-from dsuf.kernels.ptx.copy import fence_async, mbarrier_init, mbarrier_wait, policy_evict_first
+from dsuf.kernels.ptx.copy import fence_async, mbarrier_init, mbarrier_wait, policy_evict_first, policy_evict_last
 from dsuf.kernels.ptx.memory import (
     ldg_f32,
     ldg_u32,
@@ -75,7 +75,7 @@ from dsuf.kernels.stream import fetch
 from dsuf.ops.product import row_product
 
 BLOCKS = 132  # of a grid at most; parts of blocks that do not run stay zero, so they are zeroed once
-WARPS, STAGES = 6, 2  # by rule: 96 KB in flight on each SM, and room for the next step's block beside this one
+WARPS, STAGES, KEPT = 6, 2, 0  # by rule: 96 KB in flight on each SM, and room for the next step's block beside this one
 MOST_GROUPS = 8
 NONE = 0x7FFFFFFF
 WARP, COLUMN_LANES = (1, 2, 4, 8, 16), (4, 8, 16)
@@ -113,8 +113,8 @@ def token_before(
     return token
 
 
-def make_step(*, rank: int, warps: int, stages: int) -> Kernel:
-    """rank a multiple of 32; at least MOST_GROUPS / 2 warps; a vocabulary is a multiple of 16."""
+def make_step(*, rank: int, warps: int, stages: int, kept: int) -> Kernel:
+    """rank a multiple of 32; a vocabulary is a multiple of 16; `kept` of 16 tiles stay in L2 for the next step."""
     SIZE, GROUPS32, PER_WARP = 32 * rank, rank // 32, -(-MOST_GROUPS // warps)
     PITCH = 2 * rank + 16  # of an e in shared memory: eight rows touch all banks
     AT_BAR = warps * stages * SIZE
@@ -124,7 +124,10 @@ def make_step(*, rank: int, warps: int, stages: int) -> Kernel:
     PIECES = rank // 8
 
     @kernel(
-        threads=32 * warps, grid=(BLOCKS,), shared=AT_EOS + 8 * MOST_GROUPS, name=f"markov_step_{rank}_{warps}x{stages}"
+        threads=32 * warps,
+        grid=(BLOCKS,),
+        shared=AT_EOS + 8 * MOST_GROUPS,
+        name=f"markov_step_{rank}_{warps}x{stages}k{kept}",
     )
     def step(
         embed: s64, head: s64, logits: s64, slots: s64, table: s64, parts: s64, picked: s64, drafts: s64, groups: s32,
@@ -146,11 +149,12 @@ def make_step(*, rank: int, warps: int, stages: int) -> Kernel:
                 mbarrier_init(uint32(bar + 8 * s), uint32(1))
             fence_async()
         sync_warp()
-        policy = policy_evict_first()
+        once = policy_evict_first()
+        again = policy_evict_last()
         ahead = tile
         for s in unroll(stages):
             if ahead < tiles and lane == 0:
-                fetch(ring, bar, s, SIZE, head + int64(ahead) * SIZE, policy)
+                fetch(ring, bar, s, SIZE, head + int64(ahead) * SIZE, again if ahead & 15 < kept else once)
             ahead = int32(ahead + stride)
         wait_for_previous_kernel()
         let_next_kernel_start()
@@ -214,7 +218,7 @@ def make_step(*, rank: int, warps: int, stages: int) -> Kernel:
                 acc = mma_bf16((upper[2], lower[2], upper[3], lower[3]), (b[4 * q + 2], b[4 * q + 3]), acc)
             sync_warp()
             if ahead < tiles and lane == 0:
-                fetch(ring, bar, stage, SIZE, head + int64(ahead) * SIZE, policy)
+                fetch(ring, bar, stage, SIZE, head + int64(ahead) * SIZE, again if ahead & 15 < kept else once)
             ahead = int32(ahead + stride)
             stage = int32(stage + 1)
             if stage == stages:
@@ -316,7 +320,7 @@ def entries(width: Width) -> list[Entry]:
     size = 2 * v * rank + 8 * MOST_GROUPS * v
     row = 2 * MOST_DRAFTS * MOST_GROUPS * (d + rank)
     label, products = width.label, 2 * MOST_GROUPS * v * rank
-    step, finish = {"rank": rank, "warps": WARPS, "stages": STAGES}, {"d": d, "rank": rank}
+    step, finish = {"rank": rank, "warps": WARPS, "stages": STAGES, "kept": KEPT}, {"d": d, "rank": rank}
     return [
         Entry(f"markov.step/{label}", make_step, step, width.chips, row_product, size, products),
         Entry(f"markov.finish/{label}", make_finish, finish, width.chips, row_product, row, row),

@@ -62,7 +62,7 @@ class Chain:
 
 @pytest.fixture(scope="module")
 def kernels():
-    return markov.make_step(rank=RANK, warps=6, stages=2), markov.make_finish(d=D, rank=RANK)
+    return markov.make_step(rank=RANK, warps=6, stages=2, kept=5), markov.make_finish(d=D, rank=RANK)
 
 
 @pytest.mark.parametrize("groups", [1, 8])
@@ -130,7 +130,7 @@ def test_the_real_rank_agrees():
     embed, head = bf16(rng, VOCABULARY, 256), bf16(rng, VOCABULARY, 256)
     chain.place(0, 0, 11, 20)
     arguments = [embed, head, chain.logits, chain.state, chain.table, chain.parts, chain.picked, chain.drafts]
-    execute(markov.make_step(rank=256, warps=6, stages=2), [*arguments, 1, 0, VOCABULARY, BLOCK], grid=(2, 1))
+    execute(markov.make_step(rank=256, warps=6, stages=2, kept=5), [*arguments, 1, 0, VOCABULARY, BLOCK], grid=(2, 1))
     assert_near(chain.logits[0].astype(float), chain.base[0] + values(head) @ values(embed)[11], 1e-5, 1e-4)
     best = chain.parts[0, :2, 0]
     winner = best[best[:, 0].argmax(), 1]

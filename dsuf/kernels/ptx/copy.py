@@ -69,6 +69,12 @@ def policy_evict_first() -> Any:
     return 0
 
 
+@ptx("u64 =", "createpolicy.fractional.L2::evict_last.b64 <d>, 1.0;", pure=True)
+def policy_evict_last() -> Any:
+    """createpolicy: data that is read again soon stays in L2 as long as it can"""
+    return 0
+
+
 def _bulk(name: str, hint: bool) -> Op:
     text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
     if hint:
