@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -35,16 +36,13 @@ _LEASE = 1
 _OWNER, _READER = (Identity(name, name, "here", b"measure".ljust(32)) for name in ("owner", "reader"))
 
 
+@dataclass(frozen=True)
 class _Owner:
-    """The owner as a transport sees it; tcp and shm, which are measured, ask it nothing."""
+    """Where the owner is; tcp and shm, which are measured, ask it nothing."""
 
-    key = f"{_OWNER.sid}@{_OWNER.boot}"
-
-    def __init__(self, host: str, offer: bytes) -> None:
-        self.host, self.offer = host, offer
-
-    async def ask(self, body: bytes) -> bytes:
-        raise NotImplementedError
+    key: str
+    host: str
+    offer: bytes
 
 
 def measure_paths(nbytes: int, slot_bytes: int, rounds: int = 5) -> dict[str, float]:
@@ -73,8 +71,9 @@ async def _measure(
     arena = Arena(nbytes, slot_bytes, 128)
     count = arena.slots * slot_bytes
     reads = [Read(0, 0, count)]
-    tcp = await TcpTransport(arena, dial, key, _READER).link(_Owner(f"127.0.0.1:{ports[0]}", b""))
-    shm = await ShmTransport(arena, None, key, _READER).link(_Owner("", str(path).encode()))
+    owner = f"{_OWNER.sid}@{_OWNER.boot}"
+    tcp = await TcpTransport(arena, dial, key, _READER).link(_Owner(owner, f"127.0.0.1:{ports[0]}", b""))
+    shm = await ShmTransport(arena, None, key, _READER).link(_Owner(owner, "", str(path).encode()))
     raw = socket.create_connection(("127.0.0.1", ports[1]))
     source = bytearray(count)
     origin = ctypes.addressof(ctypes.c_char.from_buffer(source))

@@ -47,12 +47,16 @@ class Read:
     length: int
 
 
-class Peer(Protocol):
-    """The owner as a transport sees it while it makes a link."""
+class Place(Protocol):
+    """Where an owner is, for a transport that makes a link to it."""
 
     key: str  # changes when that server restarts
     host: str  # address of the control connection
     offer: bytes  # what the owner's transport of the same name offered
+
+
+class Peer(Place, Protocol):
+    """An owner whose transport can be asked on the way to a link."""
 
     async def ask(self, body: bytes) -> bytes:
         """What the owner's transport answers, over the authenticated connection. Raises TransferFailed."""

@@ -23,7 +23,7 @@ import numpy as np
 from dsuf.errors import EnvironmentProblem
 from dsuf.kv.arena import SIZE_SEALS, Arena
 from dsuf.kv.channel import Channel, Identity
-from dsuf.kv.transport.base import Extent, Peer, Read, TransferFailed, TransportUnavailable
+from dsuf.kv.transport.base import Extent, Place, Read, TransferFailed, TransportUnavailable
 
 COPY_BYTES = 8 << 20  # of one call; an abort waits for one call at most
 
@@ -71,7 +71,7 @@ class ShmTransport:
         finally:
             os.close(fd)
 
-    async def link(self, peer: Peer) -> ShmLink:
+    async def link(self, peer: Place) -> ShmLink:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.setblocking(False)

@@ -23,7 +23,7 @@ import numpy as np
 from dsuf.errors import EnvironmentProblem
 from dsuf.kv.arena import Arena
 from dsuf.kv.channel import Channel, ChannelBroken, Identity
-from dsuf.kv.transport.base import Extent, Peer, Read, TransferFailed
+from dsuf.kv.transport.base import Extent, Place, Read, TransferFailed
 
 CONNECTIONS = 4  # to another machine
 RANGES_IN_GET = 16_384
@@ -126,7 +126,7 @@ class TcpTransport:
                     sent = 0
                     await asyncio.sleep(0)
 
-    async def link(self, peer: Peer) -> TcpLink:
+    async def link(self, peer: Place) -> TcpLink:
         channels: list[Channel] = []
         try:
             for _ in range(1 if is_loopback(peer.host) else CONNECTIONS):

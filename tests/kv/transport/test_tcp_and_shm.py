@@ -26,9 +26,6 @@ class Twin:
     def __init__(self, host="", offer=b""):
         self.host, self.offer = host, offer
 
-    async def ask(self, body):
-        raise TransferFailed("nobody asks")
-
 
 @contextlib.asynccontextmanager
 async def owner(folder):
