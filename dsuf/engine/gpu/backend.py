@@ -88,6 +88,12 @@ class GpuBackend:
         self._emitted: list[Emitted] = []
         self._generation = 0
         self._steps = 0
+        self.collected = 0  # steps whose results have been taken in
+
+    @property
+    def machine(self) -> Machine:
+        """What is loaded."""
+        return self._machine
 
     def load(self, progress: Progress) -> None:
         if self._synthetic is not None:
@@ -167,13 +173,13 @@ class GpuBackend:
         held = [self._held[sequence.id] for sequence in batch]
         for one in held:
             self._reserve(one)
-        entries = [self._entry(one) for one in held]
+        entries = [self._entry_of(one) for one in held]
         for part in splits(entries):
             self._room()
             self._step([held[i] for i in part])
         return self._steps
 
-    def _entry(self, held: Held) -> Entry:
+    def _entry_of(self, held: Held) -> Entry:
         sequence, block = held.sequence, self._machine.spec.dspark_block_size
         if not sequence.draft:
             return Entry(held.slot, 1, drafts=False)
@@ -181,7 +187,7 @@ class GpuBackend:
 
     def _step(self, held: list[Held], *, first: bool = False) -> None:
         """Queue one step; look between its halves, or wait for its end, where somebody needs that."""
-        entries = [Entry(one.slot, 1, drafts=False) if first else self._entry(one) for one in held]
+        entries = [Entry(one.slot, 1, drafts=False) if first else self._entry_of(one) for one in held]
         sampling = [one.sequence.request.sampling for one in held]
         masked = any(one.sequence.constraint is not None for one in held)
         bucket = bucket_of(
@@ -196,7 +202,7 @@ class GpuBackend:
             held = self._without_faults(held)
             if not held:
                 return
-            entries = [Entry(one.slot, 1, drafts=False) if first else self._entry(one) for one in held]
+            entries = [Entry(one.slot, 1, drafts=False) if first else self._entry_of(one) for one in held]
         self._graph.draft(bucket, entries)
         if masked:
             self._constrain(held, entries, bucket)
@@ -259,6 +265,7 @@ class GpuBackend:
             if done is None:
                 done = self._await(self._queued[0])
             self._take(self._queued.popleft(), done)
+            self.collected += 1
 
     def _await(self, step: _Pass) -> list[Record]:
         """Block until a step has ended. Raises DeviceError where it never will."""
@@ -348,6 +355,37 @@ class GpuBackend:
                 self._graph.set(held.slot, active=False)
             self._pages.release(held.slot)
         self._emitted = [item for item in self._emitted if item.sequence is not sequence]
+
+    # ---- for benchmarks
+
+    def adopt(self, sequence: Sequence) -> int:
+        """Let a sequence decode from the last token of its prompt on, whose cache somebody else fills; its slot."""
+        held = self._open(sequence)
+        sequence.prefilled = sequence.prompt_len
+        self._admit(held)
+        return held.slot
+
+    def slot_of(self, sequence: Sequence) -> int:
+        """The slot that a sequence has."""
+        return self._held[sequence.id].slot
+
+    def entry(self, sequence: Sequence) -> Entry:
+        """The sequence's part of its next step."""
+        return self._entry_of(self._held[sequence.id])
+
+    def set_drafting(self, sequence: Sequence, *, draft: bool) -> None:
+        """Draft from now on or not, with what the sequence has emitted so far; no step may be under way."""
+        sequence.draft = draft
+        self._admit(self._held[sequence.id])
+
+    def finish(self) -> None:
+        """Wait for every step that is queued."""
+        self._collect(wait=0)
+
+    def forget_steps(self) -> None:
+        """Steps were queued behind this backend's back: put every slot where its sequence is."""
+        for held in self._held.values():
+            self._admit(held)
 
     # ---- counts
 

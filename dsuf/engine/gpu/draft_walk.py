@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from dsuf.engine.gpu.launches import Launches
 from dsuf.engine.gpu.step_walk import Model, Residual, head, moe, output, queries
 
-MARKOV_BLOCKS = 132
+MARKOV_BLOCKS, MARKOV_SPAN = 132, 96  # blocks of markov.step at most, tokens of one at least
 DRAFT_PURPOSE = 0
 
 
@@ -75,7 +75,7 @@ def chain(k: Launches, m: Model, batch: Batch) -> None:
     for index in range(block):
         k.launch(
             f"markov.step/{k.width}", weights.markov_embed, weights.markov_head, w.draft_logits, *common, batch.groups,
-            index, spec.vocab_size, block, grid=(MARKOV_BLOCKS, 1),
+            index, spec.vocab_size, block, grid=(min(MARKOV_BLOCKS, -(-spec.vocab_size // MARKOV_SPAN)), 1),
         )  # fmt: skip
         if batch.sampled:
             k.launch(

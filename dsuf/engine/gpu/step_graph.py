@@ -115,6 +115,7 @@ class StepGraphs:
         self.tokens = device.pinned(RING * MOST_ROWS * words.LOGPROB_BYTES)
         self.queued = 0  # steps so far
         self._captured: dict[tuple[Bucket, str], Graph] = {}
+        self._injected: tuple[int, ...] | None = None
 
     def _rows(self) -> Rows:
         address = self.device.allocate(words.TABLE_BYTES, "workspace")
@@ -221,12 +222,25 @@ class StepGraphs:
         """Kernels in each of a captured bucket's graphs."""
         return {half: graph.launches for (kept, half), graph in self._captured.items() if kept == bucket}
 
+    def inject(self, arguments: tuple[int, ...] | None) -> None:
+        """Overwrite the drafts of all later steps (dsuf.kernels.inject, from its third argument on); None: no more."""
+        self._injected = arguments
+        self._captured = {key: graph for key, graph in self._captured.items() if key[1] != "draft"}
+
     # ---- what is captured
+
+    def walk(self, bucket: Bucket, launch: Any) -> None:
+        """Every launch of a step."""
+        if bucket.groups:
+            self._draft_walk(bucket, launch)
+        self._verify_walk(bucket, launch)
 
     def _draft_walk(self, bucket: Bucket, launch: Any) -> None:
         block = self.model.spec.dspark_block_size
         k = Launches(launch, self.model.spec, self.draft_rows, bucket.groups * block)
         draft_walk.draft(k, self.model, self._batch(bucket))
+        if self._injected is not None:
+            launch("inject", self.draft_rows.table, self.model.work.drafts, *self._injected, grid=(1, 1))
 
     def _batch(self, bucket: Bucket) -> draft_walk.Batch:
         return draft_walk.Batch(self.slots, self._table, bucket.count, bucket.groups, bucket.sampled)
@@ -258,7 +272,7 @@ class StepGraphs:
                 vocabulary, grid=(8 * bucket.rows, 1),
             )  # fmt: skip
         launch(
-            "accept", w.logits, w.records, w.draft_logits, w.draft_records, w.drafts, w.confidence, table, draft_table,
-            self.slots, self._table, self.counters, self._ring.ctypes.data, RING, bucket.count, vocabulary,
-            grid=(8 * bucket.count, 1),
+            "accept", w.logits, w.records, w.draft_logits, w.draft_records, w.drafts, w.confidence,
+            w.mask if bucket.masked else 0, table, draft_table, self.slots, self._table, self.counters,
+            self._ring.ctypes.data, RING, bucket.count, vocabulary, grid=(8 * bucket.count, 1),
         )  # fmt: skip

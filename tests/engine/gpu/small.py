@@ -1,4 +1,4 @@
-"""A checkpoint of the kernels' small width with as few layers as have every kind, and helpers to run engines over it."""
+"""A checkpoint of the small width with few layers but every kind of them, and helpers to run engines over it."""
 
 from __future__ import annotations
 

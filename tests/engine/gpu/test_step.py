@@ -33,9 +33,9 @@ def tiny(tmp_path_factory):
 class Walked:
     """Prompt rows of tiny, walked layer by layer on the stand-in and by the reference in bf16."""
 
-    def __init__(self, folder: Path, ids: list[int]):
+    def __init__(self, folder: Path, ids: list[int], device=None):
         self.ids, self.rows = ids, len(ids)
-        self.device = SimtDevice()
+        self.device = device or SimtDevice()
         options = EngineOptions(folder, prefill="exact", max_context=128, max_sequences=2, cache_tokens=256)
         self.machine = Machine.load(options, None, self.device, lambda what, share: None, graphs=False)
         machine = self.machine

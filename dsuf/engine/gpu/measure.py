@@ -1,0 +1,187 @@
+"""Decode steps over sequences that stand at a made-up context, for benchmarks: what a step takes, and which kernels.
+
+    run = StepRun(backend, config_spec, batch=1, context=32768, draft=True, verify=5)
+    run.steps(20)                              seconds a step, through enqueue and poll
+    run.record(64); run.inject(0.82)           drafts of a recorded greedy continuation
+    run.profile()                              microseconds and calls of a step by kernel
+
+Pages and windows hold random bytes that are valid values; the result says `context: synthetic`. A profile times one
+kernel's launches of a step at a time, in a graph of their own: each as it runs among others, on operands of the step
+before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from dsuf.engine.gpu.backend import GpuBackend
+from dsuf.engine.gpu.step_graph import Bucket, bucket_of
+from dsuf.engine.messages import Request, Sampling
+from dsuf.engine.sequence import Sequence
+from dsuf.layout import pages_for
+
+PATTERNS = 64  # different random pages
+E4M3_SCALES = (0x20, 0x38)  # range of bytes: small positive numbers
+UE8M0_SCALES = (118, 123)
+REPEATS = 20
+
+
+class StepRun:
+    """`batch` sequences of `context` tokens on a loaded backend, ready to decode."""
+
+    def __init__(
+        self, backend: GpuBackend, *, batch: int, context: int, budget: int, draft: bool, verify: int | None
+    ) -> None:
+        self.backend, self.machine = backend, backend.machine
+        self.batch, self.context = batch, context
+        rng = np.random.default_rng(1)
+        vocabulary = self.machine.spec.vocab_size
+        self.sequences = []
+        for number in range(batch):
+            ids = rng.integers(3, vocabulary - 1, context).tolist()
+            request = Request(f"run-{number}", ids, budget, Sampling(temperature=0), ignore_eos=True)
+            sequence = Sequence(request, budget, draft, verify, None)
+            slot = backend.adopt(sequence)
+            self._fill(slot, rng)
+            self.sequences.append(sequence)
+        self._injected = 0
+
+    def steps(self, count: int) -> list[float]:
+        """Seconds of each of `count` steps as the host sees results come."""
+        before, times = self._records(), []
+        last = time.perf_counter()
+        while len(times) < count:
+            self.backend.enqueue(self.sequences)
+            self.backend.poll()
+            if (now := self._records()) > before:
+                at = time.perf_counter()
+                times += [(at - last) / (now - before)] * (now - before)
+                before, last = now, at
+        return times[:count]
+
+    def graph_time(self, count: int) -> float:
+        """Seconds of a step where the device alone decides: graphs back to back between two events."""
+        steps, bucket = self.machine.steps, self._bucket()
+        entries = [self.backend.entry(sequence) for sequence in self.sequences]
+        self.backend.finish()
+        steps.draft(bucket, entries)
+        steps.verify(bucket)
+        first = self.machine.device.record(timing=True)
+        for _ in range(count):
+            steps.draft(bucket, entries)
+            steps.verify(bucket)
+        last = self.machine.device.record(timing=True)
+        last.wait()
+        self.backend.forget_steps()
+        return last.since(first) / count
+
+    def record(self, count: int) -> np.ndarray:
+        """int32 [batch, count]: the greedy continuation without drafts, from where the sequences stand; they go back
+        to there.
+        """
+        starts = [len(sequence.emitted) for sequence in self.sequences]
+        for sequence in self.sequences:
+            self.backend.set_drafting(sequence, draft=False)
+        while any(len(s.emitted) < start + count for s, start in zip(self.sequences, starts, strict=True)):
+            self.backend.enqueue(self.sequences)
+            self.backend.poll()
+        self.backend.finish()
+        out = np.array([s.emitted[at : at + count] for s, at in zip(self.sequences, starts, strict=True)], np.int32)
+        for sequence, start in zip(self.sequences, starts, strict=True):
+            del sequence.emitted[start:]
+            self.backend.set_drafting(sequence, draft=True)
+        return out
+
+    def inject(self, recorded: np.ndarray, keep: float, seed: int = 0) -> None:
+        """Offer a recording as drafts in all later steps, each kept with probability `keep`."""
+        device, spec = self.machine.device, self.machine.spec
+        table = np.zeros((self.machine.slots, recorded.shape[1]), np.int32)
+        for sequence, tokens in zip(self.sequences, recorded, strict=True):
+            table[self.backend.slot_of(sequence)] = tokens
+        if not self._injected:
+            self._injected = device.allocate(table.nbytes, "workspace")
+        device.upload(self._injected, table)
+        first = self.sequences[0].last_position + 1
+        arguments = (
+            self._injected, recorded.shape[1], first, recorded.shape[1], seed, int(keep * (2**32 - 1)),
+            spec.vocab_size,
+        )  # fmt: skip
+        self.machine.steps.inject(arguments)
+
+    def profile(self) -> dict[str, tuple[int, float]]:
+        """Kernel -> (launches a step, microseconds a step)."""
+        device, bucket = self.machine.device, self._bucket()
+        self.backend.finish()
+        calls: Counter[str] = Counter()
+        for name, *_ in _launches(self.machine.steps, bucket):
+            calls[name] += 1
+        found = {}
+        for name, count in calls.items():
+            if name in ("rows.verify", "accept"):  # these move the sequences on
+                continue
+            with device.capture() as graph:
+                for other, args, options in _launches(self.machine.steps, bucket):
+                    if other == name:
+                        device.launch(other, *args, **options)
+            graph.launch()
+            first = device.record(timing=True)
+            for _ in range(REPEATS):
+                graph.launch()
+            last = device.record(timing=True)
+            last.wait()
+            found[name] = (count, last.since(first) / REPEATS * 1e6)
+        return found
+
+    def _bucket(self) -> Bucket:
+        entries = [self.backend.entry(sequence) for sequence in self.sequences]
+        return bucket_of(entries, self.machine.spec.dspark_block_size)
+
+    def _records(self) -> int:
+        return self.backend.collected
+
+    def _fill(self, slot: int, rng: np.random.Generator) -> None:
+        """Random valid values in the slot's pages and windows."""
+        pages, device = self.machine.pages, self.machine.device
+        held = pages.pages_of(slot)
+        patterns = device.allocate(PATTERNS * pages.page_bytes, "workspace")
+        device.upload(patterns, np.concatenate([_page(pages.layout, rng) for _ in range(PATTERNS)]))
+        for number, page in enumerate(held[: pages_for(self.context)]):
+            source = patterns + number % PATTERNS * pages.page_bytes
+            device.copy_async(pages.pool + page * pages.page_bytes, source, pages.page_bytes)
+        rows = pages.window_pitch // pages.row_bytes
+        width = self.machine.spec.head_dim
+        window = np.zeros((rows, pages.row_bytes), np.uint8)
+        window[:, :width] = _codes(rng, (rows, width))
+        window[:, width : width + width // 32] = rng.integers(*UE8M0_SCALES, (rows, width // 32))
+        device.upload(pages.windows + slot * pages.window_pitch, window)
+
+
+def _launches(steps: Any, bucket: Bucket) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    """Every launch of both halves of a step."""
+    seen: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def launch(name: str, *args: Any, **options: Any) -> None:
+        seen.append((name, args, options))
+
+    steps.walk(bucket, launch)
+    return iter(seen)
+
+
+def _codes(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Random e4m3 codes, none of which is a NaN."""
+    codes = rng.integers(0, 256, shape, np.uint8)
+    return np.where(codes & 0x7F == 0x7F, 0, codes).astype(np.uint8)
+
+
+def _page(layout: Any, rng: np.random.Generator) -> np.ndarray:
+    """uint8 [page_bytes] of random entries and keys."""
+    page = rng.integers(0, 256, layout.page_bytes, np.uint8)
+    for source in layout.sources:
+        for plane, bounds in ((source.scales, E4M3_SCALES), (source.key_scales, UE8M0_SCALES)):
+            page[plane.offset : plane.end] = rng.integers(*bounds, plane.end - plane.offset)
+    return page
