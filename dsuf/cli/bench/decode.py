@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from dsuf.cli import options
+from dsuf.cli.bench.flags import measured
 from dsuf.cli.bench.result import check_thresholds, new_result, write_result
 from dsuf.cli.bench.table import print_table
 from dsuf.cli.live import say
 from dsuf.cli.session import engine_options, open_session
-from dsuf.config import BenchOptions, SamplingFlags, check_number, parse_thresholds
-
-if TYPE_CHECKING:
-    pass
+from dsuf.config import BenchOptions, SamplingFlags, check_number
 
 PROMPT_RECIPE = "tetris"  # the prompt when none is given: that of the published demo
 
 
+@measured(repeat=5, warmup=2)
 def decode(
     prompt: Annotated[Path | None, typer.Option("--prompt", help="Text file. Default: the demo's prompt.")] = None,
     tokens: Annotated[Path | None, typer.Option("--tokens", help="JSON file with a list of token ids.")] = None,
@@ -33,24 +32,15 @@ def decode(
     verify: options.Verify = "auto",
     numerics: options.Numerics = "qdq64",
     prefill: options.Prefill = "truncated",
-    repeat: options.Repeat = 5,
-    warmup: options.Warmup = 2,
-    seed: Annotated[int, typer.Option("--seed", help="Key of the random numbers.")] = 0,
-    label: options.Label = "",
-    output: options.Output = None,
-    ci_json: options.CiJson = None,
-    fail_below: options.FailBelow = None,
-    fail_above: options.FailAbove = None,
+    *,
+    bench: BenchOptions,
 ) -> None:
     """Measure decode speed: tokens per second, time of a step, tokens a step emits."""
     from dsuf.cli.bench.decoding import decode_floor, decode_request, decode_samples
     from dsuf.cli.bench.floor import expected_distinct_experts
 
-    bench = BenchOptions(
-        repeat, warmup, seed, label, output, ci_json, parse_thresholds(fail_below or [], fail_above or [])
-    )
     check_number("--batch", batch, 1, 256, whole=True)
-    sampling = SamplingFlags(temperature=temperature, seed=seed, max_tokens=max_new)
+    sampling = SamplingFlags(temperature=temperature, seed=bench.seed, max_tokens=max_new)
     engine = engine_options(gpus, numerics, prefill, draft, verify, None, max_sequences=batch)
     session = open_session(ckpt, engine)
     request = decode_request(session, prompt, tokens, sampling, ignore_eos)
@@ -60,11 +50,11 @@ def decode(
         sample["time_over_floor"] = sample["step_ms"] * 1e3 / floor["us"]
     params = {
         "max_new": max_new, "batch": batch, "ignore_eos": ignore_eos, "temperature": temperature, "draft": draft,
-        "verify": verify, "numerics": numerics, "prefill": prefill, "repeat": repeat, "warmup": warmup, "seed": seed,
-        "gpus": gpus, "prompt": str(prompt or tokens or "recipe tetris"),
+        "verify": verify, "numerics": numerics, "prefill": prefill, "repeat": bench.repeat, "warmup": bench.warmup,
+        "seed": bench.seed, "gpus": gpus, "prompt": str(prompt or tokens or "recipe tetris"),
     }  # fmt: skip
     result = new_result(
-        "decode", label, backend=session.engine.limits.backend, model=session.model(), params=params,
+        "decode", bench.label, backend=session.engine.limits.backend, model=session.model(), params=params,
         samples=samples, ceilings=ceilings, floor=floor,
     )  # fmt: skip
     write_result(result, bench.output, bench.ci_json)

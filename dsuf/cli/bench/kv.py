@@ -7,12 +7,14 @@ from typing import Annotated
 import typer
 
 from dsuf.cli import options
+from dsuf.cli.bench.flags import measured
 from dsuf.cli.bench.result import check_thresholds, new_result, write_result
 from dsuf.cli.bench.table import print_table
 from dsuf.cli.session import engine_options, prepare
-from dsuf.config import BenchOptions, parse_thresholds, parse_token_counts
+from dsuf.config import BenchOptions, parse_token_counts
 
 
+@measured()
 def kv(
     tokens: Annotated[str, typer.Option("--tokens", help="Prompt lengths, such as 1k,4k,16k.")] = "256,1k",
     size: Annotated[str, typer.Option("--size", help="Bytes of one transfer between two servers.")] = "64m",
@@ -20,29 +22,22 @@ def kv(
     gpus: options.Gpus = None,
     numerics: options.Numerics = "qdq64",
     prefill_mode: options.Prefill = "truncated",
-    repeat: options.Repeat = 3,
-    warmup: options.Warmup = 1,
-    seed: Annotated[int, typer.Option("--seed", help="Key of the random numbers.")] = 0,
-    label: options.Label = "",
-    output: options.Output = None,
-    ci_json: options.CiJson = None,
-    fail_below: options.FailBelow = None,
-    fail_above: options.FailAbove = None,
+    *,
+    bench: BenchOptions,
 ) -> None:
     """Measure the cache tier: first token from a saved prefix or without, transfers by path, look-ups."""
     from dsuf.cli.bench.saving import look_ups, path_rates, restored_and_computed
     from dsuf.cli.kv import parse_bytes
 
-    bench = BenchOptions(
-        repeat, warmup, seed, label, output, ci_json, parse_thresholds(fail_below or [], fail_above or [])
-    )
     lengths, nbytes = parse_token_counts(tokens), parse_bytes("--size", size)
     engine = prepare(ckpt, engine_options(gpus, numerics, prefill_mode, "on", "auto", None))
     samples, model, backend = restored_and_computed(ckpt, engine, lengths, bench)
     for sample in samples:
         sample |= path_rates(nbytes) | look_ups()
-    params = {"tokens": list(lengths), "size": nbytes, "numerics": numerics, "prefill": prefill_mode, "seed": seed}
-    result = new_result("kv", label, backend=backend, model=model, params=params, samples=samples)
+    params = {
+        "tokens": list(lengths), "size": nbytes, "numerics": numerics, "prefill": prefill_mode, "seed": bench.seed,
+    }  # fmt: skip
+    result = new_result("kv", bench.label, backend=backend, model=model, params=params, samples=samples)
     write_result(result, bench.output, bench.ci_json)
     print_table(result)
     print(headline(result.metrics, max(lengths)), flush=True)

@@ -7,33 +7,26 @@ from typing import Annotated
 import typer
 
 from dsuf.cli import options
+from dsuf.cli.bench.flags import measured
 from dsuf.cli.bench.result import check_thresholds, new_result, write_result
 from dsuf.cli.bench.table import print_table
 from dsuf.cli.session import engine_options, open_session
-from dsuf.config import BenchOptions, parse_thresholds, parse_token_counts
+from dsuf.config import BenchOptions, parse_token_counts
 
 
+@measured()
 def prefill(
     tokens: Annotated[str, typer.Option("--tokens", help="Prompt lengths, such as 512,8k,1m.")] = "256,1k",
     ckpt: options.Ckpt = options.DEFAULT_CKPT,
     gpus: options.Gpus = None,
     numerics: options.Numerics = "qdq64",
     prefill_mode: options.Prefill = "truncated",
-    repeat: options.Repeat = 3,
-    warmup: options.Warmup = 1,
-    seed: Annotated[int, typer.Option("--seed", help="Key of the random numbers.")] = 0,
-    label: options.Label = "",
-    output: options.Output = None,
-    ci_json: options.CiJson = None,
-    fail_below: options.FailBelow = None,
-    fail_above: options.FailAbove = None,
+    *,
+    bench: BenchOptions,
 ) -> None:
     """Measure prefill: the time to read a prompt, for several lengths."""
     from dsuf.cli.bench.prefilling import prefill_floors, prefill_samples
 
-    bench = BenchOptions(
-        repeat, warmup, seed, label, output, ci_json, parse_thresholds(fail_below or [], fail_above or [])
-    )
     lengths = parse_token_counts(tokens)
     session = open_session(ckpt, engine_options(gpus, numerics, prefill_mode, "on", "auto", None))
     samples = prefill_samples(session, lengths, bench)
@@ -42,11 +35,11 @@ def prefill(
         for length in lengths:
             sample[f"prefill_{length}_time_over_floor"] = sample[f"prefill_{length}_s"] * 1e6 / floors[length]["us"]
     params = {
-        "tokens": list(lengths), "numerics": numerics, "prefill": prefill_mode, "repeat": repeat, "warmup": warmup,
-        "seed": seed, "gpus": gpus,
+        "tokens": list(lengths), "numerics": numerics, "prefill": prefill_mode, "repeat": bench.repeat,
+        "warmup": bench.warmup, "seed": bench.seed, "gpus": gpus,
     }  # fmt: skip
     result = new_result(
-        "prefill", label, backend=session.engine.limits.backend, model=session.model(), params=params,
+        "prefill", bench.label, backend=session.engine.limits.backend, model=session.model(), params=params,
         samples=samples, ceilings=ceilings, floor=floors[max(lengths)],
     )  # fmt: skip
     write_result(result, bench.output, bench.ci_json)

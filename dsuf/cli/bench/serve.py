@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dsuf.cli import options
+from dsuf.cli.bench.flags import measured
 from dsuf.cli.bench.result import check_thresholds, new_result, write_result, write_whole
 from dsuf.cli.live import say
 from dsuf.cli.own_server import own_server
-from dsuf.config import BenchOptions, check_number, parse_thresholds
+from dsuf.config import BenchOptions, check_number
 
 if TYPE_CHECKING:
     from dsuf.cli.bench.serve_run import Run
 
 
+@measured(repeat=1)
 def serve(
     url: Annotated[str | None, typer.Option("--url", help="A running server. Default: start one and stop it.")] = None,
     dataset: Annotated[str, typer.Option("--dataset", help="random, tetris, jsonl, prefix, chat or mix.")] = "random",
@@ -60,30 +62,21 @@ def serve(
     save_detailed: Annotated[
         bool, typer.Option("--save-detailed", help="Keep times and texts of every call in the vLLM layout.")
     ] = False,
-    repeat: options.Repeat = 1,
-    warmup: Annotated[int, typer.Option("--warmup", help="Calls before the first repeat, one after another.")] = 1,
-    seed: Annotated[int, typer.Option("--seed", help="Of prompts and arrivals.")] = 0,
     ckpt: options.Ckpt = options.DEFAULT_CKPT,
     gpus: options.Gpus = None,
     draft: options.Draft = "on",
     verify: options.Verify = "auto",
-    label: options.Label = "",
-    output: options.Output = None,
-    ci_json: options.CiJson = None,
-    fail_below: options.FailBelow = None,
-    fail_above: options.FailAbove = None,
+    *,
+    bench: BenchOptions,
 ) -> None:
     """Measure a server under load: time to first token, gaps, throughput, goodput."""
-    given = dict(locals())
+    given = {name: value for name, value in locals().items() if name != "bench"}
     from dsuf.cli.bench.serve_data import Shape
     from dsuf.cli.bench.serve_load import Arrivals, Mix
     from dsuf.cli.bench.serve_report import parse_goodput
     from dsuf.cli.bench.serve_run import Plan, measure
 
-    params = {name: value for name, value in given.items() if name not in ("output", "ci_json")}
-    bench = BenchOptions(
-        repeat, warmup, seed, label, output, ci_json, parse_thresholds(fail_below or [], fail_above or [])
-    )
+    params = {**given, "repeat": bench.repeat, "warmup": bench.warmup, "seed": bench.seed, "label": bench.label}
     check_number("--num-prompts", num_prompts, 1, 10_000_000, whole=True)
     fields: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     fields["thinking"] = {"type": "disabled"}
@@ -96,7 +89,7 @@ def serve(
         Shape(input_len, output_len, range_ratio, prefix_len, prefixes, turns),
         Arrivals(request_rate, burstiness, max_concurrency),
         Mix(mix_streams, mix_short_len, mix_short_rate, long_len=mix_long_len, alone_s=mix_alone, mixed_s=mix_mixed),
-        parse_goodput(goodput or []), fields, seed,
+        parse_goodput(goodput or []), fields, bench.seed,
     )  # fmt: skip
     plan.conversations(0)  # what cannot be made is told before a server is started
     flags = ["--ckpt", ckpt, "--draft", draft, "--verify", verify, *(["--gpus", gpus] if gpus else [])]
