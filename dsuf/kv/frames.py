@@ -12,10 +12,15 @@ IDS_IN_GRANT = 65_536
 MAX_TTL_MS = 60_000
 
 
-class LeaseAsk(msgspec.Struct, frozen=True, tag="lease"):
-    """Let me read the entry that your announcement named, by this path."""
+class Frame(msgspec.Struct, frozen=True, tag=str.lower):
+    """One question or answer; its kind travels as the name of its class in lower case."""
 
     id: int
+
+
+class LeaseAsk(Frame):
+    """Let me read the entry that your announcement named, by this path."""
+
     key: bytes
     entry: int
     boot: str
@@ -23,10 +28,9 @@ class LeaseAsk(msgspec.Struct, frozen=True, tag="lease"):
     ttl_ms: int
 
 
-class Grant(msgspec.Struct, frozen=True, tag="grant"):
+class Grant(Frame):
     """The entry, held for `ttl_ms` from now, and how to read it."""
 
-    id: int
     lease: int
     ttl_ms: int
     name: bytes
@@ -40,62 +44,54 @@ class Grant(msgspec.Struct, frozen=True, tag="grant"):
     ticket: bytes  # for the transport
 
 
-class Miss(msgspec.Struct, frozen=True, tag="miss"):
+class Miss(Frame):
     """Not to be had here."""
 
-    id: int
     reason: str  # gone, boot, leaving, busy, path
 
 
-class More(msgspec.Struct, frozen=True, tag="more"):
+class More(Frame):
     """Further ids of a leased entry, from `start`."""
 
-    id: int
     lease: int
     start: int
 
 
-class Part(msgspec.Struct, frozen=True, tag="part"):
+class Part(Frame):
     """Ids from where they were asked for; empty when the lease is no more."""
 
-    id: int
     ids: bytes
 
 
-class Renew(msgspec.Struct, frozen=True, tag="renew"):
+class Renew(Frame):
     """Hold it longer."""
 
-    id: int
     lease: int
     ttl_ms: int
 
 
-class Release(msgspec.Struct, frozen=True, tag="release"):
+class Release(Frame):
     """I have read what I wanted, or given up."""
 
-    id: int
     lease: int
 
 
-class Held(msgspec.Struct, frozen=True, tag="held"):
+class Held(Frame):
     """Whether the lease had been held without a gap until now; if not, what was read does not count."""
 
-    id: int
     held: bool
 
 
-class Ask(msgspec.Struct, frozen=True, tag="ask"):
+class Ask(Frame):
     """One transport's question to its twin."""
 
-    id: int
     path: str
     body: bytes
 
 
-class Answer(msgspec.Struct, frozen=True, tag="answer"):
+class Answer(Frame):
     """The twin's answer, or why there is none."""
 
-    id: int
     body: bytes
     error: str = ""
 

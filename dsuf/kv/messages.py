@@ -13,10 +13,19 @@ Source = Literal["local", "remote"]
 FOUND, NONE = b"found", b"none"  # what web tells the engine of its look-up: the engine claims, or does not look again
 
 
-class Lookup(msgspec.Struct, frozen=True, tag="lookup", omit_defaults=True):
-    """The longest saved prefix, by SHA-256 of rendered bytes (longest first) or by the prompt's ids; leases it."""
+class Message(msgspec.Struct, frozen=True, tag=str.lower):
+    """Its kind travels as the name of its class in lower case."""
+
+
+class Numbered(Message):
+    """A question that is answered, or its answer."""
 
     id: int
+
+
+class Lookup(Numbered, omit_defaults=True):
+    """The longest saved prefix, by SHA-256 of rendered bytes (longest first) or by the prompt's ids; leases it."""
+
     request: str
     tenant: str
     segments: list[bytes] = []
@@ -24,34 +33,30 @@ class Lookup(msgspec.Struct, frozen=True, tag="lookup", omit_defaults=True):
     beyond: int = 0  # only prefixes longer than this are of use
 
 
-class Found(msgspec.Struct, frozen=True, tag="found"):
+class Found(Numbered):
     """There is one. `ids` reach to the end of the segment that was found, `tokens` of them are in the cache."""
 
-    id: int
     tokens: int
     source: Source
     ids: bytes
 
 
-class Nothing(msgspec.Struct, frozen=True, tag="nothing"):
+class Nothing(Numbered):
     """There is none, or it did not come; `kind` is one word for the counters."""
 
-    id: int
     kind: str
     reason: str
 
 
-class Claim(msgspec.Struct, frozen=True, tag="claim"):
+class Claim(Numbered):
     """Engine: give me what LOOKUP found; answered when its bytes are in the arena."""
 
-    id: int
     request: str
 
 
-class Claimed(msgspec.Struct, frozen=True, tag="claimed"):
+class Claimed(Numbered):
     """The entry's slots, pages first; they stay until RELEASE."""
 
-    id: int
     entry: int
     tokens: int
     source: Source
@@ -60,17 +65,15 @@ class Claimed(msgspec.Struct, frozen=True, tag="claimed"):
     proof: bytes  # xxh3-128 of the entry's ids, for a check against the prompt's
 
 
-class Release(msgspec.Struct, frozen=True, tag="release"):
+class Release(Numbered):
     """Engine: the bytes have been copied out. Answered by Done: whether they were what they are until now."""
 
-    id: int
     request: str
 
 
-class Reserve(msgspec.Struct, frozen=True, tag="reserve", omit_defaults=True):
+class Reserve(Numbered, omit_defaults=True):
     """Engine: room for a prefix of `tokens` tokens."""
 
-    id: int
     request: str
     tenant: str
     tokens: int
@@ -80,82 +83,75 @@ class Reserve(msgspec.Struct, frozen=True, tag="reserve", omit_defaults=True):
     segments: list[tuple[int, bytes]] = []  # ends of segments (ids up to there) with their SHA-256
 
 
-class Reserved(msgspec.Struct, frozen=True, tag="reserved"):
+class Reserved(Numbered):
     """Fill these: page number `new[i]` goes into `slots[i]`, the snapshot into the slots after them."""
 
-    id: int
     entry: int
     new: bytes
     slots: bytes
 
 
-class Ready(msgspec.Struct, frozen=True, tag="ready"):
+class Ready(Numbered):
     """Engine: every byte is written (the copy's own event has completed). Answered by Done."""
 
-    id: int
     entry: int
 
 
-class Abandon(msgspec.Struct, frozen=True, tag="abandon"):
+class Abandon(Message):
     """Engine: the reserved entry will not be filled."""
 
     entry: int
 
 
-class Alias(msgspec.Struct, frozen=True, tag="alias"):
+class Alias(Numbered):
     """Web: the rendered bytes of what this request ended with; `last` are the ids that end at `boundary`.
 
     Answered by Done when the entry of that end has been announced, or cannot be any more.
     """
 
-    id: int
     request: str
     digest: bytes
     boundary: int
     last: bytes
 
 
-class Forget(msgspec.Struct, frozen=True, tag="forget"):
+class Forget(Message):
     """The request has ended, however: whatever is held for it is let go."""
 
     request: str
 
 
-class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
+class Prefilled(Message):
     """Engine: what recomputing costs."""
 
     tokens_per_s: float
 
 
-class StatusAsk(msgspec.Struct, frozen=True, tag="status"):
+class StatusAsk(Numbered):
     """Ask for State."""
 
-    id: int
 
-
-class Leave(msgspec.Struct, frozen=True, tag="leave"):
+class Leave(Message):
     """The server drains: peers may still read what is here, and soon no more."""
 
     draining: bool
 
 
-class Done(msgspec.Struct, frozen=True, tag="done"):
+class Done(Numbered):
     """Done, or not; `entry` is the one that counts, where an equal one was there before."""
 
-    id: int
     ok: bool
     entry: int = 0
 
 
-class State(msgspec.Struct, frozen=True, tag="state"):
+class State(Numbered):
     """Counters and gauges, and what a person wants to know at the start."""
 
-    id: int
     numbers: dict[str, float]
     lines: list[str]
 
 
-class Geometry(msgspec.Struct, frozen=True, tag="geometry"):
+class Geometry(Message):
     """Sent once to whoever connects: the arena that the memory socket gives the descriptor of."""
 
     nbytes: int
