@@ -6,7 +6,7 @@
 embed, head bf16 [V, rank] as in the checkpoint; logits float32 [5 groups, V] in place; x bf16 [5 groups, D]: the folded
 streams before the norm; proj bf16 [D + rank]; drafts int32 and confidence float32 [MOST_ROWS] by draft row. A group is
 a draft index of the batch, up to MOST_GROUPS. A greedy slot's choice comes from what each block left in parts uint32
-[5, BLOCKS, MOST_GROUPS, 2] (key, token), a sampled one's from picked int32 [MOST_ROWS] (sample.py, between two steps).
+[5, MOST_GROUPS, BLOCKS, 2] (key, token), a sampled one's from picked int32 [MOST_ROWS] (sample.py, between two steps).
 EOS cannot be chosen while min_tokens wants more. Reference: dsuf.ops.product.row_product, numpy.argmax.
 
 Bytes: head, once a step: 66 MB, which decides the time; logits 8 groups V. Each warp multiplies 16 rows of head at a
@@ -30,6 +30,7 @@ from dsuf.kernels.ptx.copy import fence_async, mbarrier_init, mbarrier_wait, pol
 from dsuf.kernels.ptx.memory import (
     ldg_f32,
     ldg_u32,
+    ldg_u32x2,
     ldg_u32x4,
     lds_f32,
     lds_u32,
@@ -75,7 +76,7 @@ from dsuf.kernels.stream import fetch
 from dsuf.ops.product import row_product
 
 BLOCKS = 132  # of a grid at most; parts of blocks that do not run stay zero, so they are zeroed once
-WARPS, STAGES, KEPT = 6, 2, 0  # by rule: 96 KB in flight on each SM, and room for the next step's block beside this one
+WARPS, STAGES, KEPT = 8, 2, 8
 MOST_GROUPS = 8
 NONE = 0x7FFFFFFF
 WARP, COLUMN_LANES = (1, 2, 4, 8, 16), (4, 8, 16)
@@ -87,9 +88,7 @@ def choice(parts: Any, slot: Any, group: Any, lane: Any) -> Any:
     best = uint32(0)
     token = uint32(NONE)
     for b in range(lane, BLOCKS, 32):
-        at = parts + ((int64(slot) * BLOCKS + b) * MOST_GROUPS + group) * 8
-        key = ldg_u32(at)
-        other = ldg_u32(at + 4)
+        key, other = ldg_u32x2(parts + ((int64(slot) * MOST_GROUPS + group) * BLOCKS + b) * 8)
         better = key > best or (key == best and other < token)
         best = uint32(key if better else best)
         token = uint32(other if better else token)
@@ -99,18 +98,24 @@ def choice(parts: Any, slot: Any, group: Any, lane: Any) -> Any:
 
 @inline
 def token_before(
-    table: Any, slots: Any, parts: Any, picked: Any, slot: Any, group: Any, index: Any, block: Any, lane: Any
-) -> Any:
-    """t_index of an active group (a warp)."""
-    first = int32(group * block)
-    token = get(table, T_TOKEN, first)
+    token: Any, greedy: Any, parts: Any, picked: Any, group: Any, index: Any, block: Any, lane: Any
+) -> Any:  # fmt: skip
+    """t_index of a group whose block begins with `token` (a warp)."""
     if index > 0:
-        greedy = ldg_f32(slots + int64(slot) * SLOT_BYTES + 4 * S_TEMPERATURE) == 0.0
-        if greedy:
+        if greedy == 1:
             token = choice(parts, int32(index - 1), group, lane)
         else:
-            token = int32(ldg_u32(picked + (int64(first) + index - 1) * 4))
+            token = int32(ldg_u32(picked + (int64(group) * block + index - 1) * 4))
     return token
+
+
+@inline
+def is_greedy(slots: Any, slot: Any) -> Any:
+    """1 if a slot (negative: none) takes the largest logit."""
+    greedy = int32(1)
+    if slot >= 0:
+        greedy = int32(1 if ldg_f32(slots + int64(slot) * SLOT_BYTES + 4 * S_TEMPERATURE) == 0.0 else 0)
+    return greedy
 
 
 def make_step(*, rank: int, warps: int, stages: int, kept: int) -> Kernel:
@@ -156,41 +161,48 @@ def make_step(*, rank: int, warps: int, stages: int, kept: int) -> Kernel:
             if ahead < tiles and lane == 0:
                 fetch(ring, bar, s, SIZE, head + int64(ahead) * SIZE, again if ahead & 15 < kept else once)
             ahead = int32(ahead + stride)
+        # warp w: for groups w, w + warps: the token before slot `index`, its e, how many EOS ids it may not choose.
+        # Table and slots are older than the kernel before.
+        slot = regs(PER_WARP, int32(-1))
+        start = regs(PER_WARP, int32(0))
+        greedy = regs(PER_WARP)
+        barred = regs(PER_WARP, int32(0))
+        for turn in unroll(PER_WARP):
+            group = int32(warp + turn * warps)
+            if group < groups:
+                slot[turn] = get(table, T_SEQUENCE, int32(group * block))
+                start[turn] = get(table, T_TOKEN, int32(group * block))
+            greedy[turn] = is_greedy(slots, slot[turn])
+            if slot[turn] >= 0:
+                own = slots + int64(slot[turn]) * SLOT_BYTES
+                early = int32(word(own, S_EMITTED) + index - word(own, S_MIN_TOKENS))
+                count = word(own, S_EOS_COUNT)
+                barred[turn] = int32(count if early < 0 else 0)
+            if lane == 0 and group < MOST_GROUPS:
+                sts_u32(uint32(sm + AT_EOS + 8 * group), uint32(barred[turn]))
+                sts_u32(uint32(sm + AT_EOS + 8 * group + 4), uint32(slot[turn]))
         wait_for_previous_kernel()
         let_next_kernel_start()
-        # warp w: for groups w, w + warps: the token before slot `index`, its e, how many EOS ids it may not choose
         for turn in unroll(PER_WARP):
             group = int32(warp + turn * warps)
             if group < MOST_GROUPS:
-                slot = int32(-1)
-                if group < groups:
-                    slot = get(table, T_SEQUENCE, int32(group * block))
                 to_e = uint32(sm + AT_E + group * PITCH)
-                if slot >= 0:
-                    token = token_before(table, slots, parts, picked, slot, group, index, block, lane)
+                if slot[turn] >= 0:
+                    token = token_before(start[turn], greedy[turn], parts, picked, group, index, block, lane)
                     for i in range(lane, PIECES, 32):
                         sts_u32x4(uint32(to_e + 16 * i), ldw_u32x4(embed + (int64(token) * rank + 8 * i) * 2))
-                    own = slots + int64(slot) * SLOT_BYTES
-                    wanted = int32(word(own, S_MIN_TOKENS) - word(own, S_EMITTED))
-                    barred = word(own, S_EOS_COUNT)
-                    if lane == 0:
-                        sts_u32(uint32(sm + AT_EOS + 8 * group), uint32(barred if index < wanted else 0))
-                        if index > 0 and block_index() == 0:
-                            stg_u32(drafts + (int64(group) * block + index - 1) * 4, uint32(token))
+                    if lane == 0 and index > 0 and block_index() == 0:
+                        stg_u32(drafts + (int64(group) * block + index - 1) * 4, uint32(token))
                 else:
                     for i in range(lane, PIECES, 32):
                         sts_u32x4(uint32(to_e + 16 * i), (uint32(0), uint32(0), uint32(0), uint32(0)))
-                    if lane == 0:
-                        sts_u32(uint32(sm + AT_EOS + 8 * group), uint32(0))
-                if lane == 0:
-                    sts_u32(uint32(sm + AT_EOS + 8 * group + 4), uint32(slot))
         sync_threads()
         b = regs(4 * GROUPS32)
         for q in unroll(GROUPS32):
             b[4 * q : 4 * q + 4] = lds_u32x4(uint32(sm + AT_E + g * PITCH + 64 * q + 16 * t))
-        barred = int32(0)
+        anywhere = int32(0)
         for w in unroll(MOST_GROUPS):
-            barred = int32(barred + int32(lds_u32(uint32(sm + AT_EOS + 8 * w))))
+            anywhere = int32(anywhere + int32(lds_u32(uint32(sm + AT_EOS + 8 * w))))
         live = regs(2)  # of columns 2t and 2t + 1
         for j in unroll(2):
             live[j] = int32(lds_u32(uint32(sm + AT_EOS + 8 * (2 * t + j) + 4)))
@@ -231,7 +243,7 @@ def make_step(*, rank: int, warps: int, stages: int, kept: int) -> Kernel:
                         stg_f32(at + j * column + 32 * half, x)
                         token = int32(tile * 16 + 8 * half + g)
                         key = ordered(x)
-                        if barred > 0:
+                        if anywhere > 0:
                             own = slots + int64(live[j]) * SLOT_BYTES
                             for i in range(int32(lds_u32(uint32(sm + AT_EOS + 8 * (2 * t + j))))):
                                 key = uint32(0 if int32(ldg_u32(own + 4 * (S_EOS + i))) == token else key)
@@ -261,7 +273,7 @@ def make_step(*, rank: int, warps: int, stages: int, kept: int) -> Kernel:
                 better = key > top or (key == top and other < first)
                 top = uint32(key if better else top)
                 first = uint32(other if better else first)
-            stg_u32x2(parts + ((int64(index) * BLOCKS + block_index()) * MOST_GROUPS + tid) * 8, (top, first))
+            stg_u32x2(parts + ((int64(index) * MOST_GROUPS + tid) * BLOCKS + block_index()) * 8, (top, first))
 
     return step
 
@@ -285,7 +297,9 @@ def make_finish(*, d: int, rank: int) -> Kernel:
         slot = get(table, T_SEQUENCE, row)
         if slot >= 0:
             offset = get(table, T_OFFSET, row)
-            token = token_before(table, slots, parts, picked, slot, group, offset, block, lane)
+            greedy = is_greedy(slots, slot)
+            first = get(table, T_TOKEN, int32(group * block))
+            token = token_before(first, greedy, parts, picked, group, offset, block, lane)
             s = 0.0
             for c in range(8 * tid, d + rank, SPAN):
                 if c < d:
@@ -302,7 +316,8 @@ def make_finish(*, d: int, rank: int) -> Kernel:
         sync_threads()
         if slot >= 0 and tid < 32:
             offset = get(table, T_OFFSET, row)
-            last = token_before(table, slots, parts, picked, slot, group, int32(offset + 1), block, lane)
+            greedy = is_greedy(slots, slot)
+            last = token_before(int32(0), greedy, parts, picked, group, int32(offset + 1), block, lane)
             if tid == 0:
                 s = lds_f32(sm)
                 for w in range(1, THREADS // 32):

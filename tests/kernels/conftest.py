@@ -105,13 +105,14 @@ class Gpu:
     def launcher(self, kernel: Kernel, file: Path):
         from dsuf.kernels.launch import Cubin, Launcher
 
-        if file.name not in self.launchers:
+        key = f"{file.name} {kernel.shared}"  # kernels of one code may differ in what they ask for
+        if key not in self.launchers:
             entry = json.loads(file.with_suffix(".json").read_text())["entry"]
             kinds = tuple(kind for _, kind in kernel.parameters)
             code = file.with_suffix(".cubin").read_bytes()
             geometry = (kernel.threads, kernel.grid, kernel.shared, kernel.cluster, kinds)
-            self.launchers[file.name] = Launcher(Cubin(kernel.name, CHIP, entry, code, *geometry))
-        return self.launchers[file.name]
+            self.launchers[key] = Launcher(Cubin(kernel.name, CHIP, entry, code, *geometry))
+        return self.launchers[key]
 
 
 def there(places: list[tuple[int, int, int]], value: int | float) -> int | float:

@@ -18,7 +18,7 @@ VOCABULARY, BLOCK, RING = 151, 5, 2
 
 
 def kernels_of(cluster: int) -> tuple[Kernel, Kernel]:
-    shape = {"cluster": cluster, "threads": 256, "most": 1024}
+    shape = {"cluster": cluster, "threads": 256, "most": 8192}
     return sample.make_filter(**shape), accept.make(**shape)
 
 

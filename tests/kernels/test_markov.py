@@ -25,7 +25,7 @@ class Chain:
         self.logits, self.state, self.groups = self.base.copy(), state, groups
         self.table = np.zeros((slots.FIELDS, slots.MOST_ROWS), np.int32)
         self.table[slots.T_SEQUENCE] = -1
-        self.parts = np.zeros((BLOCK, markov.BLOCKS, markov.MOST_GROUPS, 2), np.uint32)
+        self.parts = np.zeros((BLOCK, markov.MOST_GROUPS, markov.BLOCKS, 2), np.uint32)
         self.picked, self.drafts = (np.full(slots.MOST_ROWS, -7, np.int32) for _ in range(2))
         self.confidence = np.full(slots.MOST_ROWS, np.nan, np.float32)
 
@@ -108,7 +108,7 @@ def test_sampled_slots_draw_and_an_eos_that_may_not_come_yet_is_not_chosen(kerne
     chain.logits = chain.base.copy()
     for group in range(3):
         chain.place(group, group, 50 + group, 20)
-    chain.run(*kernels, sample.make_filter(cluster=2, threads=256, most=1024))
+    chain.run(*kernels, sample.make_filter(cluster=2, threads=256, most=8192))
 
     def drawn(row: np.ndarray, i: int) -> int:
         return pick(filtered_probabilities(row, 1.5, float(np.float32(0.9))), uniform(77, 21 + i, Purpose.DRAFT)[0])
@@ -132,6 +132,6 @@ def test_the_real_rank_agrees():
     arguments = [embed, head, chain.logits, chain.state, chain.table, chain.parts, chain.picked, chain.drafts]
     execute(markov.make_step(rank=256, warps=6, stages=2, kept=5), [*arguments, 1, 0, VOCABULARY, BLOCK], grid=(2, 1))
     assert_near(chain.logits[0].astype(float), chain.base[0] + values(head) @ values(embed)[11], 1e-5, 1e-4)
-    best = chain.parts[0, :2, 0]
+    best = chain.parts[0, 0, :2]
     winner = best[best[:, 0].argmax(), 1]
     assert winner == np.argmax(chain.logits[0])
