@@ -95,6 +95,14 @@ def batch_table(entries: Sequence[Entry]) -> np.ndarray:
     return table
 
 
+def mask_rows(allowed: np.ndarray, vocabulary: int) -> np.ndarray:
+    """bool [rows, V] -> uint8 [rows, 4 ceil(V / 32)]: bit t of word w allows token 32 w + t."""
+    rows = np.zeros((len(allowed), 4 * -(-vocabulary // 32)), np.uint8)
+    packed = np.packbits(allowed, axis=1, bitorder="little")
+    rows[:, : packed.shape[1]] = packed
+    return rows
+
+
 class StepGraphs:
     """See the module. One thread; steps are queued on the device's current stream."""
 
@@ -189,13 +197,10 @@ class StepGraphs:
     def send_masks(self, limits: np.ndarray, masks: dict[int, np.ndarray]) -> None:
         """limits int32 [MOST_ROWS]: rows that each entry may run; masks: by entry, bool [rows, V] of allowed tokens."""
         w, spec = self.model.work, self.model.spec
-        pitch, block = 4 * -(-spec.vocab_size // 32), spec.dspark_block_size + 1
         self.device.upload(w.limit, limits)
         for entry, allowed in masks.items():
-            rows = np.zeros((len(allowed), pitch), np.uint8)
-            packed = np.packbits(allowed, axis=1, bitorder="little")
-            rows[:, : packed.shape[1]] = packed
-            self.device.upload(w.mask + entry * block * pitch, rows)
+            rows = mask_rows(allowed, spec.vocab_size)
+            self.device.upload(w.mask + entry * (spec.dspark_block_size + 1) * rows.shape[1], rows)
 
     def _send(self, table: np.ndarray) -> None:
         if self._on_device is not None and np.array_equal(table, self._on_device):
