@@ -20,11 +20,14 @@ from dsuf.engine.gpu.device import ALIGNMENT, out_of_memory
 from dsuf.errors import DeviceError
 from dsuf.kernels import catalogue
 from dsuf.kernels.lang import Kernel
+from dsuf.kernels.simt.errors import Deadlock, Divergence
 from dsuf.kernels.simt.memory import Buffer, GlobalMemory
 from dsuf.kernels.simt.run import run
+from dsuf.kernels.simt.together import bears, run_together
 
 CHIP = "sm_90a"
 MEMORY = 4 << 30
+together_works: dict[str, bool] = {}  # by name: whether all warps of a kernel can run at once
 
 
 @cache
@@ -202,12 +205,36 @@ class SimtDevice:
     def _run(self, name: str, kernel: Kernel, values: list[float], grid: tuple[int, int] | None) -> None:
         begun = time.perf_counter()
         try:
-            run(kernel, self.global_memory, values, grid=grid)
+            self._execute(name, kernel, values, grid)
         except Exception as error:
             error.add_note(f"in {name}, grid {grid or kernel.grid}")
             raise
         self.log[name] += 1
         self.seconds[name] += time.perf_counter() - begun
+
+    def _execute(self, name: str, kernel: Kernel, values: list[float], grid: tuple[int, int] | None) -> None:
+        """All warps at once where the kernel bears it; the first launch of each finds out."""
+        if name not in together_works:
+            together_works[name] = bears(kernel) and self._tried(kernel, values, grid)
+            if together_works[name]:
+                return
+        if together_works[name]:
+            run_together(kernel, self.global_memory, values, grid)
+        else:
+            run(kernel, self.global_memory, values, grid=grid)
+
+    def _tried(self, kernel: Kernel, values: list[float], grid: tuple[int, int] | None) -> bool:
+        """Whether it ran together; if not, memory is as before."""
+        kept = [(b, b.raw.copy(), None if b.written is None else b.written.copy()) for b in self.global_memory.buffers]
+        try:
+            run_together(kernel, self.global_memory, values, grid)
+        except (Deadlock, Divergence):
+            for buffer, raw, written in kept:
+                buffer.raw[:] = raw
+                if written is not None:
+                    buffer.written[:] = written
+            return False
+        return True
 
     def _copy(self, target: int, source: int, nbytes: int) -> None:
         buffer, offset = self._find(source, nbytes)

@@ -19,38 +19,37 @@ WAIT_LOOP = "{{.reg .pred p; W: mbarrier.try_wait.parity.{scope} p, [<0>], <1>; 
 @ptx("= u32, u32", "mbarrier.init.shared::cta.b64 [<0>], <1>;", unit="warp")
 def mbarrier_init(lanes: Lanes, address: Any, count: Any) -> None:
     """mbarrier.init.shared::cta.b64"""
-    lanes.shared.barrier_init(lanes.one(address), lanes.one(count))
+    lanes.barrier_init(address, count)
 
 
 @ptx("= u32, u32", "mbarrier.arrive.expect_tx.shared::cta.b64 _, [<0>], <1>;", unit="warp")
 def mbarrier_expect(lanes: Lanes, address: Any, count: Any) -> None:
     """mbarrier.arrive.expect_tx: one arrival, and so many bytes to come"""
-    lanes.shared.barrier(lanes.one(address)).step(lanes.active, lanes.one(count))
+    lanes.barrier_step(address, count)
 
 
 @ptx("= u32", "mbarrier.arrive.shared::cta.b64 _, [<0>];", unit="warp")
 def mbarrier_arrive(lanes: Lanes, address: Any) -> None:
     """mbarrier.arrive.shared::cta.b64"""
-    lanes.shared.barrier(lanes.one(address)).step(lanes.active, 0)
+    lanes.barrier_step(address, 0)
 
 
 @ptx("= u32", "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [<0>];", unit="warp")
 def mbarrier_arrive_cluster(lanes: Lanes, address: Any) -> None:
     """mbarrier.arrive.release.cluster at an address from cluster_address"""
-    for one in lanes.vector(address)[lanes.mask]:
-        lanes.shared.peer(int(one) >> 32).barrier(int(one) & 0xFFFFFFFF).step(1, 0)
+    lanes.barrier_step_cluster(address)
 
 
 @ptx("= u32, u32", WAIT_LOOP.format(scope="shared::cta.b64"), unit="warp")
 def mbarrier_wait(lanes: Lanes, address: Any, parity: Any) -> Any:
     """mbarrier.try_wait.parity in a loop"""
-    return lanes.wait_until(lanes.shared.barrier(lanes.one(address)).passed(lanes.one(parity)))
+    return lanes.barrier_wait(address, parity)
 
 
 @ptx("= u32, u32", WAIT_LOOP.format(scope="acquire.cluster.shared::cta.b64"), unit="warp")
 def mbarrier_wait_cluster(lanes: Lanes, address: Any, parity: Any) -> Any:
     """The same with cluster scope: what another block of the cluster wrote is visible afterwards"""
-    return lanes.wait_until(lanes.shared.barrier(lanes.one(address)).passed(lanes.one(parity)))
+    return lanes.barrier_wait(address, parity)
 
 
 @ptx("=", "fence.mbarrier_init.release.cluster;")
@@ -106,7 +105,7 @@ def async_load16(lanes: Lanes, target: Any, source: Any) -> None:
 @ptx("= u32", "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [<0>];", unit="warp")
 def async_arrive(lanes: Lanes, address: Any) -> None:
     """cp.async.mbarrier.arrive.noinc: an arrival once this thread's copies so far have landed"""
-    lanes.shared.barrier(lanes.one(address)).step(lanes.active, 0)
+    lanes.barrier_step(address, 0)
 
 
 @ptx("=", "cp.async.commit_group;")

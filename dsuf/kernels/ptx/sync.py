@@ -51,7 +51,7 @@ def sync_threads(lanes: Lanes) -> Any:
 @ptx("= u32, u32", "bar.sync <0>, <1>;", unit="warp")
 def sync_named(lanes: Lanes, barrier: Any, threads: Any) -> Any:
     """bar.sync with a barrier number (1..15) and a count of threads"""
-    return lanes.sync_named(lanes.one(barrier), lanes.one(threads))
+    return lanes.sync_named_of(barrier, threads)
 
 
 @ptx("=", "bar.warp.sync 0xffffffff;")
@@ -162,7 +162,7 @@ def cluster_wait(lanes: Lanes) -> Any:
 @ptx("u32 =", "mov.u32 <d>, %cluster_ctarank;", pure=True)
 def cluster_rank(lanes: Lanes) -> Any:
     """%cluster_ctarank"""
-    return lanes.shared.rank
+    return lanes.cluster_rank()
 
 
 @ptx("u32 = u32, u32", "mapa.shared::cluster.u32 <d>, <0>, <1>;", pure=True, unit="warp")

@@ -171,6 +171,29 @@ class Lanes:
             block.fill_swizzled(self.one(target), box)
             block.barrier(self.one(barrier)).step(0, -box.size)
 
+    # ---- mbarriers
+
+    def barrier_init(self, address: Any, count: Any) -> None:
+        """Make an mbarrier."""
+        self.shared.barrier_init(self.one(address), self.one(count))
+
+    def barrier_step(self, address: Any, expected: Any) -> None:
+        """Each active lane arrives; together they expect so many bytes."""
+        self.shared.barrier(self.one(address)).step(self.active, self.one(expected))
+
+    def barrier_step_cluster(self, address: Any) -> None:
+        """Each active lane arrives at an address of the cluster."""
+        for one in self.vector(address)[self.mask]:
+            self.shared.peer(int(one) >> 32).barrier(int(one) & 0xFFFFFFFF).step(1, 0)
+
+    def barrier_wait(self, address: Any, parity: Any) -> Any:
+        """None once the phase of that parity has ended."""
+        return self.wait_until(self.shared.barrier(self.one(address)).passed(self.one(parity)))
+
+    def cluster_rank(self) -> Any:
+        """Rank of the block in its cluster."""
+        return self.shared.rank
+
     # ---- waiting
 
     @staticmethod
@@ -196,9 +219,9 @@ class Lanes:
             return None
         return self._meet(self.shared, 0, self.threads)
 
-    def sync_named(self, barrier: int, threads: int) -> Any:
+    def sync_named_of(self, barrier: Any, threads: Any) -> Any:
         """bar.sync with a number and a count."""
-        return self._meet(self.shared, barrier + 1000, threads)
+        return self._meet(self.shared, self.one(barrier) + 1000, self.one(threads))
 
     def sync_cluster(self) -> Any:
         """barrier.cluster.wait: all threads of all blocks of the cluster."""

@@ -10,6 +10,7 @@ import numpy as np
 from dsuf.kernels.simt.errors import Deadlock, KernelFault, Misaligned, OutOfBounds, Race, Unwritten
 
 POISON = 0xCD
+ELEMENT = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}  # types by size, as far as there are
 SHARED_BASE = 0x400  # shared addresses start here, so that 0 is never a valid one
 MANY, SEVERAL = -2, -10  # in a shadow: threads of several warps; several threads of warp w: SEVERAL - w
 
@@ -52,10 +53,12 @@ class GlobalMemory:
     def groups(self, address: np.ndarray, size: int) -> list[tuple[Buffer, np.ndarray, np.ndarray]]:
         """(buffer, lanes, offsets) for lanes that access `size` bytes at `address`."""
         which = np.searchsorted(self.starts, address, side="right") - 1
+        first = int(which[0]) if which.size else 0
+        parts = [first] if (which == first).all() else np.unique(which).tolist()
         out = []
-        for index in np.unique(which):
-            lanes = np.flatnonzero(which == index)
-            buffer = self.buffers[max(int(index), 0)]
+        for index in parts:
+            lanes = np.arange(which.size) if len(parts) == 1 else np.flatnonzero(which == index)
+            buffer = self.buffers[max(index, 0)]
             offset = address[lanes] - buffer.first
             outside = (offset < 0) | (offset + size > buffer.raw.size)
             if outside.any():
@@ -73,21 +76,31 @@ class GlobalMemory:
         """[lanes, size] bytes."""
         raw = np.empty((len(address), size), np.uint8)
         for buffer, lanes, offset in self.groups(address, size):
-            where = offset[:, None] + np.arange(size)
-            if buffer.written is not None and not buffer.written[where].all():
+            at = offset // size
+            if buffer.written is not None and not elements(buffer.written, size)[at].view(np.uint8).all():
                 raise Unwritten(f"global read of {size} bytes that nobody wrote, in a buffer {buffer.array.shape}")
-            raw[lanes] = buffer.raw[where]
+            raw[lanes] = elements(buffer.raw, size)[at].view(np.uint8).reshape(-1, size)
         return raw
+
+    def load_run(self, address: int, size: int) -> np.ndarray:
+        """`size` neighbouring bytes, a multiple of 16 at a multiple of 16."""
+        ((buffer, _, offset),) = self.groups(np.array([address, address + size - 16]), 16)
+        first = int(offset[0])
+        if buffer.written is not None and not buffer.written[first : first + size].all():
+            raise Unwritten(f"global read of {size} bytes that nobody wrote, in a buffer {buffer.array.shape}")
+        return buffer.raw[first : first + size]
 
     def store(self, address: np.ndarray, raw: np.ndarray) -> None:
         """Write [lanes, size] bytes; lanes that meet at one address must agree."""
-        for buffer, lanes, offset in self.groups(address, raw.shape[1]):
-            where = offset[:, None] + np.arange(raw.shape[1])
-            buffer.raw[where] = raw[lanes]
-            if (buffer.raw[where] != raw[lanes]).any():
+        size = raw.shape[1]
+        for buffer, lanes, offset in self.groups(address, size):
+            at, new = offset // size, np.ascontiguousarray(raw[lanes])
+            held = elements(buffer.raw, size)
+            held[at] = elements(new.reshape(-1), size)
+            if (held[at].view(np.uint8) != new.reshape(-1)).any():
                 raise Race(f"lanes write different values to one place of a buffer {buffer.array.shape}")
             if buffer.written is not None:
-                buffer.written[where] = True
+                elements(buffer.written, size)[at] = elements(np.ones(size, np.uint8), size)[0]
 
     def add_words(self, address: np.ndarray, value: np.ndarray) -> np.ndarray:
         """uint32 atomic addition in lane order; returns the values before."""
@@ -100,6 +113,11 @@ class GlobalMemory:
                 before[lane] = words[place]
                 words[place] = np.uint32((int(words[place]) + int(value[lane])) & 0xFFFFFFFF)
         return before
+
+
+def elements(array: np.ndarray, size: int) -> np.ndarray:
+    """Flat bytes as elements of `size` bytes; what is left over at the end is not seen."""
+    return array[: array.size // size * size].view(ELEMENT.get(size, f"V{size}"))
 
 
 class Barrier:
