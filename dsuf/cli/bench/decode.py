@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
 from dsuf.cli import options
@@ -14,6 +15,9 @@ from dsuf.cli.bench.table import print_table
 from dsuf.cli.live import say
 from dsuf.cli.session import engine_options, open_session
 from dsuf.config import BenchOptions, SamplingFlags, check_number
+
+if TYPE_CHECKING:
+    from dsuf.engine.options import EngineOptions
 
 PROMPT_RECIPE = "tetris"  # the prompt when none is given: that of the published demo
 
@@ -26,6 +30,19 @@ def decode(
     batch: Annotated[int, typer.Option("--batch", help="Sequences that run at once.")] = 1,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end-of-text token.")] = False,
     temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.0,
+    config: Annotated[
+        str | None,
+        typer.Option("--config", help="Random weights of this config (h200x1, FILE) on a GPU, no checkpoint."),
+    ] = None,
+    context: Annotated[int, typer.Option("--context", help="With --config: tokens before each sequence.")] = 1024,
+    steps: Annotated[int, typer.Option("--steps", help="With --config: steps of a repeat.")] = 20,
+    inject_accept: Annotated[
+        float | None, typer.Option("--inject-accept", help="With --config: drafts are kept with this probability.")
+    ] = None,
+    profile: Annotated[bool, typer.Option("--profile", help="With --config: time by kernel.")] = False,
+    twins: Annotated[
+        bool, typer.Option("--twins", help="With --config: also without graphs and without dependent launch.")
+    ] = False,
     ckpt: options.Ckpt = options.DEFAULT_CKPT,
     gpus: options.Gpus = None,
     draft: options.Draft = "on",
@@ -42,6 +59,10 @@ def decode(
     check_number("--batch", batch, 1, 256, whole=True)
     sampling = SamplingFlags(temperature=temperature, seed=bench.seed, max_tokens=max_new)
     engine = engine_options(gpus, numerics, prefill, draft, verify, None, max_sequences=batch)
+    if config is not None:
+        plan = {"context": context, "steps": steps, "accept": inject_accept, "profile": profile, "twins": twins}
+        decode_config(config, engine, batch, bench, plan)
+        return
     session = open_session(ckpt, engine)
     request = decode_request(session, prompt, tokens, sampling, ignore_eos)
     samples, shape = decode_samples(session, request, batch, bench)
@@ -62,6 +83,39 @@ def decode(
     spec = session.checkpoint.spec
     even = expected_distinct_experts(spec.n_routed_experts, spec.num_experts_per_tok, shape.rows)
     say(f"distinct experts a layer: {floor['distinct_experts']:.1f} counted, {even:.1f} if rows chose evenly")
+    print(headline(result.metrics), flush=True)
+    check_thresholds(result.metrics, bench.thresholds)
+
+
+def decode_config(config: str, engine: EngineOptions, batch: int, bench: BenchOptions, plan: dict[str, Any]) -> None:
+    """The same for a config with random weights on a GPU, over a context of random pages."""
+    from dsuf.cli.bench import gpu_decode
+    from dsuf.model.synthetic import load_config
+
+    check_number("--context", plan["context"], 1, 1 << 20, whole=True)
+    check_number("--steps", plan["steps"], 1, 10_000, whole=True)
+    if plan["accept"] is not None:
+        check_number("--inject-accept", plan["accept"], 0.0, 1.0)
+    verify = None if engine.verify == "auto" else engine.verify
+    chosen = gpu_decode.StepPlan(batch=batch, draft=engine.draft, verify=verify, **plan)
+    loaded = load_config(config)
+    found = gpu_decode.measure(loaded, gpu_decode.options_for(engine, chosen), chosen, bench.repeat, bench.warmup)
+    params = {
+        "config": config, "batch": batch, "draft": engine.draft, "verify": engine.verify, **plan,
+        "context_kind": "synthetic", "accept_injected": plan["accept"] is not None, "seed": bench.seed,
+        "kernels": {name: {"launches": count, "us": us} for name, (count, us) in found.kernels.items()},
+        "memory": found.ledger,
+    }  # fmt: skip
+    model = {"name": config, "path": "", "revision": "random", "quant": "fp8 with fp4 experts", "bytes": 0}
+    result = new_result(
+        "decode", bench.label, backend="gpu", model=model, params=params, samples=found.samples,
+        ceilings=found.ceilings, floor=found.floor,
+    )  # fmt: skip
+    result = msgspec.structs.replace(result, gpu=found.gpu)
+    write_result(result, bench.output, bench.ci_json)
+    print_table(result)
+    for line in gpu_decode.profile_lines(found) if found.kernels else ():
+        say(line)
     print(headline(result.metrics), flush=True)
     check_thresholds(result.metrics, bench.thresholds)
 

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from dsuf.engine.gpu.backend import GpuBackend
-from dsuf.engine.gpu.step_graph import Bucket, bucket_of
+from dsuf.engine.gpu.step_graph import Bucket, Entry, bucket_of
 from dsuf.engine.messages import Request, Sampling
 from dsuf.engine.sequence import Sequence
 from dsuf.layout import pages_for
@@ -64,21 +64,43 @@ class StepRun:
                 before, last = now, at
         return times[:count]
 
-    def graph_time(self, count: int) -> float:
-        """Seconds of a step where the device alone decides: graphs back to back between two events."""
+    def graph_time(self, count: int, *, dependent: bool = True) -> float:
+        """Seconds of a step where the device alone decides: graphs back to back between two events. `dependent` False:
+        kernels that do not start before their predecessor has ended, in graphs of their own.
+        """
+        steps, device, bucket = self.machine.steps, self.machine.device, self._bucket()
+        kept = device.dependent
+        if dependent:
+            return self._device_time(lambda: (steps.draft(bucket, self._entries()), steps.verify(bucket)), count)
+        device.dependent = False
+        with device.capture() as graph:
+            steps.walk(bucket, device.launch)
+        device.dependent = kept
+        return self._device_time(lambda: self._again(graph.launch), count)
+
+    def launched_time(self, count: int) -> float:
+        """The same with a launch a kernel instead of graphs."""
         steps, bucket = self.machine.steps, self._bucket()
-        entries = [self.backend.entry(sequence) for sequence in self.sequences]
+        return self._device_time(lambda: self._again(lambda: steps.walk(bucket, self.machine.device.launch)), count)
+
+    def _again(self, step: Callable[[], None]) -> None:
+        step()
+        self.machine.steps.queued += 1
+
+    def _device_time(self, step: Callable[[], Any], count: int) -> float:
+        device = self.machine.device
         self.backend.finish()
-        steps.draft(bucket, entries)
-        steps.verify(bucket)
-        first = self.machine.device.record(timing=True)
+        step()
+        first = device.record(timing=True)
         for _ in range(count):
-            steps.draft(bucket, entries)
-            steps.verify(bucket)
-        last = self.machine.device.record(timing=True)
+            step()
+        last = device.record(timing=True)
         last.wait()
         self.backend.forget_steps()
         return last.since(first) / count
+
+    def _entries(self) -> list[Entry]:
+        return [self.backend.entry(sequence) for sequence in self.sequences]
 
     def record(self, count: int) -> np.ndarray:
         """int32 [batch, count]: the greedy continuation without drafts, from where the sequences stand; they go back
@@ -138,8 +160,7 @@ class StepRun:
         return found
 
     def _bucket(self) -> Bucket:
-        entries = [self.backend.entry(sequence) for sequence in self.sequences]
-        return bucket_of(entries, self.machine.spec.dspark_block_size)
+        return bucket_of(self._entries(), self.machine.spec.dspark_block_size)
 
     def _records(self) -> int:
         return self.backend.collected

@@ -1,0 +1,175 @@
+"""The measured part of `bench decode --config`: steps of random weights on one GPU, over a context of random pages.
+
+A sample is one repeat of `steps` decode steps through the backend, as the engine drives it, and the same steps as
+graphs back to back, where the device alone decides. The floor follows from the distinct experts that the device counted
+in these steps; with random weights their mean must be within 10 % of what rows that choose evenly would hit.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dsuf.cli.bench.floor import StepShape, expected_distinct_experts, step_floor
+from dsuf.errors import CheckFailed, ConfigError
+from dsuf.spec import Spec
+
+if TYPE_CHECKING:
+    from dsuf.engine.gpu.backend import GpuBackend
+    from dsuf.engine.gpu.measure import StepRun
+    from dsuf.engine.options import EngineOptions
+
+CEILING_BYTES = 1 << 30  # of each layer's experts, read one after the other
+DENSE_BF16_GFLOPS = 989e3  # peak of the unit; decode steps are held against bytes
+EVEN = 0.10  # how far counted distinct experts may be from those of even choices
+BUDGET = 1 << 20
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What is measured."""
+
+    batch: int
+    context: int
+    draft: bool
+    verify: int | None  # None: by confidence
+    accept: float | None  # injected conditional acceptance
+    steps: int
+    profile: bool
+    twins: bool  # the same step without graphs, and without dependent launch
+
+
+@dataclass(frozen=True)
+class Described:
+    """A config in a checkpoint's place."""
+
+    spec: Spec
+    config: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a bench object is made from."""
+
+    gpu: dict[str, str | int]
+    samples: list[dict[str, float]]
+    ceilings: dict[str, float]
+    floor: dict[str, float]
+    kernels: dict[str, tuple[int, float]]  # launches and microseconds a step
+    ledger: dict[str, int]
+
+
+def options_for(engine: EngineOptions, plan: StepPlan) -> EngineOptions:
+    """Room for the batch at its context, and no more. Raises ConfigError where no GPU is named."""
+    from dataclasses import replace
+
+    if not engine.gpus:
+        raise ConfigError("--config makes the weights on a GPU: give --gpus 1.")
+    room = plan.context + (plan.steps + 8) * 64
+    return replace(
+        engine, ckpt=Path(), max_context=room, max_sequences=plan.batch, cache_tokens=plan.batch * (room + 128)
+    )
+
+
+def measure(config: dict[str, Any], engine: EngineOptions, plan: StepPlan, repeat: int, warmup: int) -> Outcome:
+    """Fill the weights, put sequences at the context, run warm-up and repeats."""
+    from dsuf.engine.gpu.backend import GpuBackend
+    from dsuf.engine.gpu.measure import StepRun
+    from dsuf.engine.gpu.open import open_device
+
+    spec = Spec.from_config(config)
+    with open_device(engine, spec) as device:
+        backend = GpuBackend(engine, None, device, synthetic=config)
+        backend.load(lambda what, share: None)
+        run = StepRun(
+            backend, batch=plan.batch, context=plan.context, budget=BUDGET, draft=plan.draft, verify=plan.verify
+        )
+        if plan.accept is not None:
+            run.inject(run.record((plan.steps + 2) * 6 * (repeat + warmup)), plan.accept)
+        samples, shapes = [], []
+        for number in range(warmup + repeat):
+            sample, shape = _sample(run, backend, plan)
+            if number >= warmup:
+                samples.append(sample)
+                shapes.append(shape)
+        ceilings = {"read_gb_per_s": read_ceiling(backend), "bf16_gflops": DENSE_BF16_GFLOPS}
+        floor = step_floor(Described(spec, config), _mean(shapes), ceilings)
+        for sample in samples:
+            sample["time_over_floor"] = sample["step_ms"] * 1e3 / floor["us"]
+        kernels = run.profile() if plan.profile else {}
+        gpu = {"name": device.name, "chip": device.chip, "memory": device.memory()[1]}
+        ledger = backend.ledger()
+    _check_even(spec, floor["distinct_experts"], _mean(shapes).rows)
+    return Outcome(gpu, samples, ceilings, floor, kernels, ledger)
+
+
+def _sample(run: StepRun, backend: GpuBackend, plan: StepPlan) -> tuple[dict[str, float], StepShape]:
+    before, emitted = backend.counts(), sum(len(s.emitted) for s in run.sequences)
+    times = run.steps(plan.steps)
+    backend.finish()
+    after, now = backend.counts(), sum(len(s.emitted) for s in run.sequences)
+    steps = after.steps - before.steps
+    step_s = statistics.median(times)
+    accepted = (now - emitted) / steps / plan.batch
+    device_s = run.graph_time(plan.steps)
+    sample = {
+        "step_ms": step_s * 1e3,
+        "device_step_ms": device_s * 1e3,
+        "host_share": (step_s - device_s) / step_s,
+        "accept_length": accepted,
+        "decode_tokens_per_s": accepted * plan.batch / step_s,
+    }
+    if plan.twins:
+        sample["launches_step_ms"] = run.launched_time(max(plan.steps // 4, 2)) * 1e3
+        sample["not_dependent_step_ms"] = run.graph_time(plan.steps, dependent=False) * 1e3
+    shape = StepShape(
+        rows=(after.rows - before.rows) / steps,
+        slots=(after.slots - before.slots) / steps,
+        experts=(after.experts - before.experts) / steps,
+        drafter_experts=(after.drafter_experts - before.drafter_experts) / steps,
+    )
+    return sample, shape
+
+
+def _mean(shapes: list[StepShape]) -> StepShape:
+    return StepShape(
+        *(statistics.mean(getattr(s, name) for s in shapes) for name in ("rows", "slots", "experts", "drafter_experts"))
+    )
+
+
+def read_ceiling(backend: GpuBackend) -> float:
+    """GB/s of a kernel that only reads, over weights that do not fit the L2."""
+    from dsuf.kernels.ceiling import PIECE
+
+    device, layers = backend.machine.device, backend.machine.model.weights.layers
+    part = min(p.nbytes for p in backend.machine.model.weights.parts if p.name == "experts_w13")
+    pieces = min(CEILING_BYTES, part) // PIECE
+    out, best = device.allocate(4096, "workspace"), float("inf")
+    for _ in range(3):
+        first = device.record(timing=True)
+        for layer in layers[:10]:
+            device.launch("ceiling.read", layer.experts_w13, pieces, out, dependent=False)
+        last = device.record(timing=True)
+        last.wait()
+        best = min(best, last.since(first) / 10)
+    return pieces * PIECE / best / 1e9
+
+
+def _check_even(spec: Spec, counted: float, rows: float) -> None:
+    even = expected_distinct_experts(spec.n_routed_experts, spec.num_experts_per_tok, rows)
+    if abs(counted - even) > EVEN * even:
+        raise CheckFailed(
+            f"{counted:.1f} distinct experts a layer were counted, rows that choose evenly hit {even:.1f}: more than "
+            f"{EVEN:.0%} apart, so these steps say nothing about a real router's."
+        )
+
+
+def profile_lines(outcome: Outcome) -> list[str]:
+    """The profile as a table: launches, microseconds and share of a step by kernel."""
+    total = sum(us for _, us in outcome.kernels.values())
+    lines = [f"{'kernel':34}{'launches':>9}{'us':>10}{'share':>8}"]
+    for name, (count, us) in sorted(outcome.kernels.items(), key=lambda item: -item[1][1]):
+        lines.append(f"{name:34}{count:>9}{us:>10.1f}{us / total:>8.1%}")
+    return [*lines, f"{'all kernels one by one':34}{'':>9}{total:>10.1f}"]
