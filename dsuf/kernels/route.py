@@ -5,7 +5,7 @@
 
 z float32 [rows, E] (project.bf16 of the gate), bias float32 [2, E] (text, image), image int32 [rows] (0 or 1), sequence
 int32 [rows] (negative: inactive row, its experts are -1). experts int32 [rows, k], weights float32 [rows, k], plan as
-experts.py describes. E, k and scaling are arguments. counter: address of a u32 that grows by the number of distinct
+expert_plan.py describes. E, k and scaling are arguments. counter: address of a u32 that grows by the number of distinct
 experts chosen (0: not counted). Reference: dsuf.ops.route.route. One block, because the plan needs every row; latency
 decides.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from dsuf.kernels.catalogue import Entry, Width
-from dsuf.kernels.experts import make_groups
+from dsuf.kernels.expert_plan import make_groups, scratch_bytes
 from dsuf.kernels.lang import Kernel, f32, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
 from dsuf.kernels.ptx.convert import as_bits, div, exp2_approx, fabs, fma, fmax, sqrt
 from dsuf.kernels.ptx.memory import ldg_f32, ldg_u32, lds_f32, ldw_f32, shared_base, stg_f32, stg_u32, sts_f32, sts_u32
@@ -62,11 +62,12 @@ def ordered(x: Any) -> Any:
 
 
 def make(*, most_experts: int, most_chosen: int, rows: int) -> Kernel:
-    """most_experts up to 1,024, most_chosen up to 8, rows * most_chosen up to 512."""
+    """most_experts and rows * most_chosen up to 512, most_chosen up to 8, rows up to 64."""
     THREADS, PER_LANE, PAIRS = WARPS * 32, -(-most_experts // 32), rows * most_chosen
-    AT_LEADERS, AT_SORT = 4 * PAIRS, 8 * PAIRS
+    AT_SORT = 4 * PAIRS
+    AT_PLAN = AT_SORT + WARPS * 8 * most_chosen
 
-    @kernel(threads=THREADS, shared=AT_SORT + WARPS * 8 * most_chosen, name=f"route_{most_experts}_r{rows}")
+    @kernel(threads=THREADS, shared=AT_PLAN + scratch_bytes(most_experts), name=f"route_{most_experts}_r{rows}")
     def route_rows(
         z: s64, bias: s64, image: s64, sequence: s64, chosen: s64, weights: s64, plan: s64, counter: s64, live: s32,
         experts: s32, topk: s32, scaling: f32,
@@ -126,7 +127,7 @@ def make(*, most_experts: int, most_chosen: int, rows: int) -> Kernel:
                 stg_f32(weights + int64(pair) * 4, mine_s * div(scaling, total + 1e-20))
                 sts_u32(uint32(sm + pair * 4), uint32(number))
         sync_threads()
-        make_groups(sm, uint32(sm + AT_LEADERS), plan, counter, tid, int32(live * topk))
+        make_groups(sm, uint32(sm + AT_PLAN), plan, counter, tid, THREADS, int32(live * topk), experts, topk)
 
     return route_rows
 

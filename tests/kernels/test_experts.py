@@ -1,4 +1,4 @@
-"""FP4 experts on the interpreter against ops/expert.py in float64: empty, shared and crowded experts, inactive rows."""
+"""Routed and shared experts on the interpreter against ops/expert.py in float64: empty, crowded, inactive rows."""
 
 from __future__ import annotations
 
@@ -6,24 +6,29 @@ import numpy as np
 import pytest
 
 from dsuf import formats
+from dsuf.kernels import expert_plan, pack
 from dsuf.kernels import experts as family
-from dsuf.kernels import pack
-from dsuf.kernels.stream import scale_stride
 from dsuf.ops import qdq
 from dsuf.ops.expert import swiglu
-from tests.kernels.helpers import BF16_STEP, assert_near, execute, fp4_weight, q8_rows, values
+from tests.kernels.helpers import BF16_STEP, assert_near, execute, fp4_weight, fp8_weight, q8_rows, values
 
 WIDTH, INNER, EXPERTS, LIMIT = 128, 64, 5, 10.0
+SCALE = 2.0**family.SHIFT
 
 
 class Layer:
     """Random experts, packed and dequantised."""
 
-    def __init__(self, rng: np.random.Generator, d: int, i: int, chip: str, most: int = 256):
-        self.raw = [[fp4_weight(rng, *shape) for shape in ((i, d), (i, d), (d, i))] for _ in range(EXPERTS)]
-        self.dense = [[formats.dequantise_fp4_rows(*w).astype(np.float64) for w in one] for one in self.raw]
-        w13 = [pack.interleave(*(pack.pack_fp4(*w, chip, most) for w in one[:2]), 2) for one in self.raw]
-        self.w13, self.w2 = np.stack(w13), np.stack([pack.pack_fp4(*one[2], chip) for one in self.raw])
+    def __init__(self, rng: np.random.Generator, d: int, i: int, chip: str):
+        self.d, self.i, self.chip = d, i, chip
+        raw = [[fp4_weight(rng, *shape) for shape in ((i, d), (i, d), (d, i))] for _ in range(EXPERTS)]
+        self.dense = [[formats.dequantise_fp4_rows(*w).astype(np.float64) for w in one] for one in raw]
+        self.w13 = np.stack([family.pack_gate_up(one[0], one[1], chip) for one in raw])
+        self.w2 = np.stack([family.pack_down(one[2], chip) for one in raw])
+        shared = fp8_weight(rng, 2 * i, d), fp8_weight(rng, d, i)
+        both, down = (formats.dequantise_fp8_blocks(*w).astype(np.float64) for w in shared)
+        self.dense.append([both[:i], both[i:], down])
+        self.shared_gate_up, self.shared_down = (pack.pack_fp8(*w) for w in shared)
 
 
 ROUTINGS = {
@@ -32,71 +37,91 @@ ROUTINGS = {
 }
 
 
-def run_layer(layer: Layer, x, chosen, weights, tile: int, chip: str, most: int = 256):
+def run_layer(layer: Layer, x, chosen, weights, grid: int = 2):
+    """x float64 [rows, d] -> its quantised values, h float64 [(k + 1) rows, i], y and shared y as bf16 bits."""
     rows, topk = chosen.shape
-    d, i = x.shape[1], layer.w2.shape[2] * pack.chunk_width(layer.dense[0][2].shape[1])
-    codes, scales, exact = q8_rows(x, tile)
-    pairs = tile * topk
-    plan = family.plan_of(chosen, pairs)
-    h, sh = np.full((pairs, i), 0x7F, np.uint8), np.full((pairs, scale_stride(i)), 255, np.uint8)
-    y = np.full((pairs, d), 0x7FC0, np.uint16)
-    shape = {"d": d, "i": i, "topk": 3, "rows": tile, "chip": chip, "warps": 2, "stages": 2}
-    all_weights = np.zeros(pairs, np.float32)
-    all_weights[: rows * topk] = weights.ravel()
-    gate_up = family.make_gate_up(most=most, **shape)
-    execute(gate_up, [layer.w13, codes, scales, plan, all_weights, h, sh, rows, topk, LIMIT], grid=(2, 1))
-    execute(family.make_down(**shape), [layer.w2, h, sh, plan, y, rows, topk], grid=(2, 1))
-    return exact, h, sh, y
+    codes, scales, exact = q8_rows(x, rows)
+    x16 = np.zeros((rows, layer.d), np.float16)
+    execute(family.make_widen(), [codes, scales, x16, layer.d], grid=(1, rows))
+    assert np.array_equal(x16.astype(np.float64), SCALE * exact)
+    plan = expert_plan.plan_of(chosen, rows * topk)
+    h = np.full(((topk + 1) * rows, layer.i), np.nan, np.float16)
+    y, shared_y = np.full((rows * topk, layer.d), 0x7FC0, np.uint16), np.full((rows, layer.d), 0x7FC0, np.uint16)
+    shape = {"d": layer.d, "i": layer.i, "chip": layer.chip, "stages": 2, "pairs": 144}
+    all_weights = weights.astype(np.float32).ravel()
+    gate_up = family.make_gate_up(warps=4, team=2, **shape)
+    arguments = [layer.w13, layer.shared_gate_up, x16, plan, all_weights, h, rows, topk, LIMIT]
+    execute(gate_up, arguments, grid=(grid, 1))
+    down = family.make_down(warps=2, team=1, **shape)
+    execute(down, [layer.w2, layer.shared_down, h, plan, y, shared_y, rows, topk], grid=(grid, 1))
+    return exact, h.astype(np.float64) / SCALE, y, shared_y
 
 
-def check_layer(layer: Layer, exact, h, sh, y, chosen, weights) -> None:
-    topk = chosen.shape[1]
-    for row, row_experts in enumerate(chosen):
-        for slot, expert in enumerate(row_experts):
+def check_pair(layer: Layer, expert: int, x, weight: float, h, y) -> None:
+    w1, w3, w2 = layer.dense[expert]
+    hidden = swiglu(formats.round_bf16(np.concatenate([w1 @ x, w3 @ x])).astype(float), LIMIT) * weight
+    # one step of e4m3 is 2^-3 of the value; the group's largest value sets the step of the small ones
+    step = np.abs(hidden.reshape(-1, 32)).max(1).repeat(32) * 2.0**-8
+    assert (np.abs(h - hidden) <= 2.0**-4 * np.abs(hidden) * 1.02 + step).all()
+    assert np.array_equal(h, qdq.q8(h))  # codes times their scales
+    assert_near(values(y), w2 @ h, BF16_STEP, 1e-3 * np.abs(w2 @ h).max())
+
+
+def check_layer(layer: Layer, exact, h, y, shared_y, chosen, weights) -> None:
+    rows, topk = chosen.shape
+    for row in range(rows):
+        for slot, expert in enumerate(chosen[row]):
             pair = row * topk + slot
             if expert < 0:
-                assert (y[pair] == 0x7FC0).all() and (h[pair] == 0x7F).all()  # nothing is written
+                assert (y[pair] == 0x7FC0).all() and np.isnan(h[pair]).all()  # nothing is written
                 continue
-            w1, w3, w2 = layer.dense[expert]
-            hidden = swiglu(formats.round_bf16(np.concatenate([w1 @ exact[row], w3 @ exact[row]])).astype(float), LIMIT)
-            hidden = hidden * weights[row, slot]
-            got = qdq.q8_decode(h[pair], sh[pair, : h.shape[1] // 32]).astype(np.float64)
-            # one step of e4m3 is 2^-3 of the value; the group's largest value sets the step of the small ones
-            step = np.abs(hidden.reshape(-1, 32)).max(1).repeat(32) * 2.0**-8
-            assert (np.abs(got - hidden) <= 2.0**-4 * np.abs(hidden) * 1.02 + step).all()
-            assert_near(values(y[pair]), w2 @ got, BF16_STEP, 1e-3 * np.abs(w2 @ got).max())
+            check_pair(layer, expert, exact[row], weights[row, slot], h[pair], y[pair])
+        check_pair(layer, EXPERTS, exact[row], 1.0, h[rows * topk + row], shared_y[row])
 
 
-@pytest.mark.parametrize("chip", ["sm_90a", "sm_103a"])
-@pytest.mark.parametrize(("rows", "tile"), [(1, 8), (7, 8), (16, 16)])
-def test_experts_agree_with_the_op(chip: str, rows: int, tile: int):
+@pytest.mark.parametrize(
+    ("chip", "rows", "routing"),
+    [("sm_90a", 1, "spread"), ("sm_90a", 7, "spread"), ("sm_103a", 7, "spread"), ("sm_90a", 10, "crowded")],
+)
+def test_experts_agree_with_the_op(chip: str, rows: int, routing: str):
     rng = np.random.default_rng(rows)
     layer = Layer(rng, WIDTH, INNER, chip)
-    chosen = ROUTINGS["spread"](rng, rows).astype(np.int32)
+    chosen = ROUTINGS[routing](rng, rows).astype(np.int32)
     if rows == 7:
         chosen[3] = -1
-    weights = rng.uniform(0.1, 1.5, chosen.shape).astype(np.float32)
-    exact, *out = run_layer(layer, rng.standard_normal((rows, WIDTH)), chosen, weights, tile, chip)
-    check_layer(layer, exact, *out, chosen, weights)
+    weights = rng.uniform(0.1, 1.5, chosen.shape)
+    exact, *out = run_layer(layer, rng.standard_normal((rows, WIDTH)), chosen, weights)
+    check_layer(layer, exact, *out, chosen, weights.astype(np.float32))
 
 
 def test_wider_experts_with_full_chunks():
     rng = np.random.default_rng(3)
-    layer = Layer(rng, 1024, 64, "sm_90a", most=128)
+    layer = Layer(rng, 1024, 64, "sm_90a")
     chosen = np.array([[0, 4], [2, 4]], np.int32)
-    weights = rng.uniform(0.1, 1.5, chosen.shape).astype(np.float32)
-    exact, *out = run_layer(layer, rng.standard_normal((2, 1024)), chosen, weights, 8, "sm_90a", most=128)
-    check_layer(layer, exact, *out, chosen, weights)
+    weights = rng.uniform(0.1, 1.5, chosen.shape)
+    exact, *out = run_layer(layer, rng.standard_normal((2, 1024)), chosen, weights)
+    check_layer(layer, exact, *out, chosen, weights.astype(np.float32))
 
 
-def test_a_row_is_the_same_bits_in_any_crowd():
+def test_a_row_is_the_same_bits_in_any_crowd_and_on_any_number_of_blocks():
     rng = np.random.default_rng(9)
     layer = Layer(rng, WIDTH, INNER, "sm_90a")
-    x, weights = rng.standard_normal((16, WIDTH)), rng.uniform(0.1, 1.5, (16, 2)).astype(np.float32)
+    x, weights = rng.standard_normal((16, WIDTH)), rng.uniform(0.1, 1.5, (16, 2))
     chosen = np.tile(np.array([[1, 3]], np.int32), (16, 1))
     chosen[2:] = np.where(rng.random((14, 1)) < 0.5, [[1, 3]], [[0, 1]])
     seen = {}
-    for rows, tile in ((1, 8), (6, 8), (16, 16)):
-        _, _, _, y = run_layer(layer, x[:rows], chosen[:rows], weights[:rows], tile, "sm_90a")
-        seen[rows] = y
-    assert np.array_equal(seen[1][:2], seen[16][:2]) and np.array_equal(seen[6][:12], seen[16][:12])
+    for rows, grid in ((1, 1), (6, 3), (16, 2)):
+        _, _, y, shared_y = run_layer(layer, x[:rows], chosen[:rows], weights[:rows], grid)
+        seen[rows] = y, shared_y
+    for rows in (1, 6):
+        assert np.array_equal(seen[rows][0], seen[16][0][: 2 * rows])
+        assert np.array_equal(seen[rows][1], seen[16][1][:rows])
+
+
+def test_small_and_large_rows():
+    rng = np.random.default_rng(4)
+    layer = Layer(rng, WIDTH, INNER, "sm_90a")
+    x = rng.standard_normal((2, WIDTH)) * np.array([[0.05], [100.0]])
+    chosen, weights = np.array([[0, 1], [2, 3]], np.int32), np.ones((2, 2))
+    exact, *out = run_layer(layer, x, chosen, weights)
+    check_layer(layer, exact, *out, chosen, weights)

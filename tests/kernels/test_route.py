@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dsuf.kernels import experts, route
+from dsuf.kernels import expert_plan, route
 from dsuf.ops.route import route as op
 from tests.kernels.helpers import assert_near, execute
 
@@ -16,7 +16,7 @@ def run(z: np.ndarray, bias: np.ndarray, topk: int, image: np.ndarray, sequence:
     rows, count = z.shape
     tile = -(-rows // 8) * 8
     chosen, weights = np.full((rows, topk), -9, np.int32), np.zeros((rows, topk), np.float32)
-    plan = np.full(experts.plan_bytes(tile * topk) // 4, -7, np.int32)
+    plan = np.full(expert_plan.plan_bytes(tile * topk) // 4, -7, np.int32)
     counter = np.array([7], np.uint32)
     execute(KERNEL, [z, bias, image, sequence, chosen, weights, plan, counter, rows, count, topk, 1.5])
     assert counter[0] == 7 + len(set(chosen.ravel().tolist()) - {-1})
@@ -51,7 +51,7 @@ def test_router_agrees_with_the_op_and_groups_its_pairs(rows: int, count: int, t
         assert chosen[row].tolist() == want[0].tolist(), row
         assert_near(weights[row].astype(float), want_weights[0], 2e-6)
     groups = expected_groups(chosen)
-    records = plan[experts.PLAN_HEAD :].reshape(-1, experts.PLAN_RECORD)
+    records = plan[expert_plan.PLAN_HEAD :].reshape(-1, expert_plan.PLAN_RECORD)
     assert plan[0] == len(groups)
     assert [r[: 2 + r[1]].tolist() for r in records[: len(groups)]] == groups
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from dsuf.kernels import experts, mixes
+from dsuf.kernels import expert_plan, mixes
 from dsuf.kernels.latents import MOST_ROWS
 from dsuf.kernels.stream import scale_stride
 from dsuf.layout import PAGE_TOKENS, pages_for
@@ -125,12 +125,9 @@ class Workspace:
     experts: int  # int32 [R, k]
     shares: int  # float32 [R, k]
     plan: int
-    h_codes: int  # [R k, I]
-    h_scales: int
+    x_half: int  # f16 [R, D]
+    h: int  # f16 [R (k + 1), I]
     parts: int  # bf16 [R k, D]
-    shared: int  # bf16 [R, 2 I]
-    s_codes: int  # [R, I]
-    s_scales: int
     engram_codes: int
     engram_scales: int
     engram_kv: int  # bf16 [R, 5 D]
@@ -192,8 +189,7 @@ def sizes_of(spec: Spec, max_context: int) -> dict[str, int | tuple[int, ...]]:
         "best": 4 * capacity // spec.candidate_block_size, "best32": 4 * capacity // BEST,
         "candidates": 4 * spec.candidate_topk_blocks, "kept_of": 4, "selected": 4 * spec.index_topk, "chosen": 4,
         "gate": 4 * max(spec.n_routed_experts, spec.dspark_n_routed_experts), "experts": 4 * k, "shares": 4 * k,
-        "h_codes": k * inner, "h_scales": k * scale_stride(inner), "parts": 2 * k * d, "shared": 4 * inner,
-        "s_codes": inner, "s_scales": scale_stride(inner), "engram_codes": gathered,
+        "x_half": 2 * d, "h": 2 * (k + 1) * inner, "parts": 2 * k * d, "engram_codes": gathered,
         "engram_scales": scale_stride(gathered), "engram_kv": 2 * (mixes.STREAMS + 1) * d, "taps": (2 * d,) * taps,
         "tap_codes": taps * d, "tap_scales": scale_stride(taps * d), "features": 2 * d, "feature_codes": d,
         "feature_scales": scale_stride(d), "logits": 4 * spec.vocab_size, "draft_logits": 4 * spec.vocab_size,
@@ -204,4 +200,4 @@ def sizes_of(spec: Spec, max_context: int) -> dict[str, int | tuple[int, ...]]:
         name: tuple(MOST_ROWS * part for part in size) if isinstance(size, tuple) else MOST_ROWS * size
         for name, size in per_row.items()
     }
-    return sizes | {"plan": experts.plan_bytes(MOST_ROWS * k), "markov_parts": 4 * MARKOV_PARTS}
+    return sizes | {"plan": expert_plan.plan_bytes(MOST_ROWS * k), "markov_parts": 4 * MARKOV_PARTS}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from dsuf.engine.gpu.buffers import Rows
 from dsuf.errors import ConfigError
-from dsuf.kernels import attend, catalogue, index, mixes, rows_q8, swiglu
+from dsuf.kernels import attend, catalogue, experts, index, mixes, rows_q8
 from dsuf.kernels.catalogue import Width
 from dsuf.kernels.engram import EMBED_SPAN
 from dsuf.kernels.project import launch_of, projections
@@ -56,8 +56,6 @@ class Launches:
         self.launch, self.spec, self.rows, self.count = launch, spec, rows, count
         width = width_of(spec)
         self.width = width.label
-        tiles = width.row_tiles if width.label == "v41" else width.row_tiles[-1:]
-        self._expert_tile = min(tile for tile in tiles if tile >= count)
         self._projections = projections(spec)
 
     # ---- products and their operands
@@ -197,19 +195,20 @@ class Launches:
             self.spec.routed_scaling_factor, grid=(1, 1),
         )  # fmt: skip
 
-    def expert_products(
-        self, w13: int, w2: int, x: tuple[int, int], plan: int, shares: int, h: tuple[int, int], parts: int, k: int
-    ) -> None:
-        """Both products of the routed experts; x and h: codes, scales."""
-        end = f"{self.width}/r{self._expert_tile}"
-        self.launch(f"experts.gate_up/{end}", w13, *x, plan, shares, *h, self.count, k, self.spec.swiglu_limit)
-        self.launch(f"experts.down/{end}", w2, *h, plan, parts, self.count, k)
+    def widen(self, codes: int, scales: int, out: int) -> None:
+        """Quantised rows as the f16 that the experts read."""
+        d = self.spec.hidden_size
+        self.launch("experts.widen", codes, scales, out, d, grid=(-(-d // experts.WIDEN_SPAN), self.count))
 
-    def swiglu(self, y: int, codes: int, scales: int) -> None:
-        """Activation of the shared expert."""
-        i = self.spec.moe_intermediate_size
-        grid = (-(-i // swiglu.SPAN), self.count)
-        self.launch("swiglu", y, codes, scales, i, self.spec.swiglu_limit, grid=grid)
+    def expert_products(
+        self, w: tuple[int, int], shared: tuple[int, int], x: int, plan: int, shares: int, h: int, y: tuple[int, int],
+        k: int,
+    ) -> None:  # fmt: skip
+        """Routed and shared experts. w: w13, w2; shared: gate_up, down; y: of the pairs, of the shared rows."""
+        limit, grid = self.spec.swiglu_limit, (experts.blocks(self.width), 1)
+        gate_up, down = f"experts.gate_up/{self.width}", f"experts.down/{self.width}"
+        self.launch(gate_up, w[0], shared[0], x, plan, shares, h, self.count, k, limit, grid=grid)
+        self.launch(down, w[1], shared[1], h, plan, *y, self.count, k, grid=grid)
 
 
 def shift_of(source: SourceLayout) -> int:

@@ -236,13 +236,11 @@ def select(k: Launches, m: Model, role: LayerRole, table: int) -> None:
 def moe(k: Launches, m: Model, weights: Any, experts: int, per_token: int, counter: int) -> None:
     """work.x -> work.parts (routed experts) and work.last (the shared one)."""
     w = m.work
+    k.widen(w.x_codes, w.x_scales, w.x_half)
     k.project("gate" if experts == m.spec.n_routed_experts else "draft_gate", weights.gate, w.x, 0, w.gate)
     k.route(w.gate, weights.gate_bias, experts, per_token, w.experts, w.shares, w.plan, counter)
-    x, h = (w.x_codes, w.x_scales), (w.h_codes, w.h_scales)
-    k.expert_products(weights.experts_w13, weights.experts_w2, x, w.plan, w.shares, h, w.parts, per_token)
-    k.project("shared_gate_up", weights.shared_gate_up, *x, w.shared)
-    k.swiglu(w.shared, w.s_codes, w.s_scales)
-    k.project("shared_down", weights.shared_down, w.s_codes, w.s_scales, w.last)
+    routed, shared = (weights.experts_w13, weights.experts_w2), (weights.shared_gate_up, weights.shared_down)
+    k.expert_products(routed, shared, w.x_half, w.plan, w.shares, w.h, (w.parts, w.last), per_token)
 
 
 def head(k: Launches, m: Model, logits: int) -> None:

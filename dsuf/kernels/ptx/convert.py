@@ -133,24 +133,22 @@ def e2m1_code(value: Any) -> Any:
 
 
 # e2m1 -> f16 at 2^-14 of the value, for sm_90a: the packing in dsuf/kernels/pack.py puts each code's sign and magnitude
-# bits where two masks and shifts bring them into the f16 fields. 11 ALU instructions for 8 weights.
+# bits where one mask brings them into the f16 fields, after a swap of bytes or a product that moves sign and magnitude
+# by 15 and 5 places. 7 instructions of the logic pipe, which bounds these products, and 2 others for 8 weights.
 @ptx(
     "u32*4 = u32",
-    "{.reg .b32 s, r; and.b32 <d.0>, <0>, 0x8E008E00; shl.b32 s, <0>, 8; and.b32 <d.1>, s, 0x8E008E00;"
-    " shr.u32 r, <0>, 3; shl.b32 s, <0>, 7; and.b32 s, s, 0x80008000; lop3.b32 <d.2>, r, 0x0E000E00, s, 0xEA;"
-    " shl.b32 r, <0>, 5; shl.b32 s, <0>, 15; and.b32 s, s, 0x80008000; lop3.b32 <d.3>, r, 0x0E000E00, s, 0xEA;}",
+    "{.reg .b32 s, a, b; and.b32 <d.0>, <0>, 0x8E008E00; prmt.b32 s, <0>, 0, 0x2301; and.b32 <d.1>, s, 0x8E008E00;"
+    " and.b32 a, s, 0x00710071; mul.lo.u32 a, a, 0x8020; and.b32 <d.2>, a, 0x8E008E00;"
+    " and.b32 b, <0>, 0x00710071; mul.lo.u32 b, b, 0x8020; and.b32 <d.3>, b, 0x8E008E00;}",
     pure=True,
 )
 def fp4x8_f16_bits(packed: Any) -> Any:
     """Eight packed e2m1 codes to the four f16 pairs of an A fragment, times 2^-14"""
-    w = u32(packed)
-    both, magnitude, sign = np.uint32(0x8E008E00), np.uint32(0x0E000E00), np.uint32(0x80008000)
-
-    def up(n: int) -> np.ndarray:
-        return w << np.uint32(n)
-
-    parts = (w & both, up(8) & both, w >> np.uint32(3) & magnitude | up(7) & sign, up(5) & magnitude | up(15) & sign)
-    return tuple(word(part) for part in parts)
+    w, fields, moved, places = u32(packed), np.uint32(0x8E008E00), np.uint32(0x00710071), np.uint32(0x8020)
+    swapped = w >> np.uint32(8) & np.uint32(0x00FF00FF) | w << np.uint32(8) & np.uint32(0xFF00FF00)
+    with np.errstate(over="ignore"):
+        parts = (w, swapped, (swapped & moved) * places, (w & moved) * places)
+    return tuple(word(part & fields) for part in parts)
 
 
 @ptx(
@@ -237,6 +235,13 @@ def e4m3x4_bf16_scaled(codes: Any, factor: Any) -> Any:
     return bits[0] | bits[1] << 16, bits[2] | bits[3] << 16
 
 
+@ptx("u32 = u32, u32", "mul.rn.f16x2 <d>, <0>, <1>;", pure=True)
+def mul_f16x2(a: Any, b: Any) -> Any:
+    """mul.rn.f16x2: products of two pairs"""
+    with np.errstate(all="ignore"):
+        return _f16_pair(_f16(a, 0) * _f16(b, 0), _f16(a, 16) * _f16(b, 16))
+
+
 @ptx("u32 = u32, u32", "mul.rn.bf16x2 <d>, <0>, <1>;", pure=True)
 def mul_bf16x2(a: Any, b: Any) -> Any:
     """mul.rn.bf16x2: products of two pairs"""
@@ -300,6 +305,17 @@ def add_scaled(acc: Any, p: Any, row0: Any, row1: Any, column0: Any, column1: An
     with np.errstate(all="ignore"):
         factors = [np.asarray(r, np.float32) * np.asarray(c, np.float32) for r, c in scales]
         return tuple(fma.twin(p[i], factors[i], acc[i]) for i in range(4))
+
+
+@ptx(
+    "f32*4 = f32*4, f32*4, f32, f32",
+    "fma.rn.f32 <d.0>, <1.0>, <2>, <0.0>; fma.rn.f32 <d.1>, <1.1>, <2>, <0.1>;"
+    " fma.rn.f32 <d.2>, <1.2>, <3>, <0.2>; fma.rn.f32 <d.3>, <1.3>, <3>, <0.3>;",
+    pure=True,
+)
+def add_rows(acc: Any, p: Any, row0: Any, row1: Any) -> Any:
+    """fma of a product tile: acc + p * scale of its row; rows g, g, g+8, g+8"""
+    return tuple(fma.twin(p[i], (row0, row0, row1, row1)[i], acc[i]) for i in range(4))
 
 
 def _unary(name: str, text: str, function: Any) -> Op:
