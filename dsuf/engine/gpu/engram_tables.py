@@ -5,7 +5,7 @@
     host            a memfd, on 2 MiB pages where the machine has them free, registered with CUDA in pieces of 1 GiB
 
 A token reads 24 rows of 264 bytes a layer, so that even over PCIe the bytes are few; what host memory costs is latency,
-and page-locking at start: 0.04 s a GiB with 4 KiB pages, 0.02 s with 2 MiB pages, once the memory has been touched. The
+and page-locking at start: 0.06 s a GiB with 4 KiB pages, 0.02 s with 2 MiB pages, once the memory has been touched. The
 memfd can outlive the engine process that filled it (who starts engines keeps the descriptor): then a restart only
 registers.
 """
@@ -38,8 +38,8 @@ HUGE_PAGE = 2 << 20
 HEADER = 4096  # of the memfd: the mark of complete tables
 # seconds a GiB by page size, measured on an H200's host (docs/results/memory-h200.json): the first touch by one thread,
 # which reading the tables into it does, and page-locking
-TOUCH_S_PER_GIB = {4096: 0.65, HUGE_PAGE: 0.155}
-REGISTER_S_PER_GIB = {4096: 0.042, HUGE_PAGE: 0.021}
+TOUCH_S_PER_GIB = {4096: 0.74, HUGE_PAGE: 0.15}
+REGISTER_S_PER_GIB = {4096: 0.057, HUGE_PAGE: 0.021}
 MEMINFO = Path("/proc/meminfo")
 
 

@@ -14,7 +14,7 @@ from dsuf.engine.gpu.engram_tables import PIECE, REGISTER_S_PER_GIB, Placement
 from dsuf.engine.gpu.weight_plan import Part, plan
 from dsuf.spec import Spec
 
-READ_GB_PER_S = 8.0  # from files in the page cache, packed on the way: docs/results/memory-h200.json
+READ_GB_PER_S = 4.0  # of files that the page cache does not hold yet, on an H200's host; 19 from the page cache
 PHASES = {
     "embedding, head and dense": ("embedding", "head", "dense"),
     "routed experts": ("experts",),
