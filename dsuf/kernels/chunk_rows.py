@@ -6,9 +6,9 @@
     move      rows of positions first .. first + count - 1 from one ring to another: slot = position mod slots
 
 x bf16 [rows, K], codes e4m3 [rows, K], scales ue8m0 [rows, scale_stride(K)], y bf16 [rows, 2 I] = (g, u); out bf16, the
-codes' values in product order (gemm.py). Rings hold rows of `words` 32-bit words: a window's latents, a history's class
-ids. A chunk works in private rings that hold all of its rows and the window before them; these copies join them to the
-sequence's own.
+codes' values in product order (gemm.py). Rings hold rows of `halves` 16-bit words, `pitch` bytes apart: a window's
+latents, a history's class ids. A chunk works in private rings that hold all of its rows and the window before them;
+these copies join them to the sequence's own.
 
 Reference: dsuf.ops.qdq.q8, dsuf.ops.expert.swiglu. Bytes: 4 K, 6 I a row: memory decides. A thread makes eight columns.
 """
@@ -24,7 +24,7 @@ from dsuf.kernels.chunk_seam import put_product_order, q8_values
 from dsuf.kernels.experts import silu
 from dsuf.kernels.lang import Kernel, f32, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
 from dsuf.kernels.ptx.convert import bf16_high, bf16_low, e4m3x4_bf16, fmax, fmin, mul_bf16x2, round_bf16
-from dsuf.kernels.ptx.memory import ldg_u8, ldg_u32, ldg_u32x2, ldg_u32x4, stg_u32
+from dsuf.kernels.ptx.memory import ldg_u8, ldg_u16, ldg_u32x2, ldg_u32x4, stg_u16
 from dsuf.kernels.ptx.sync import (
     block_index,
     block_index_y,
@@ -120,14 +120,16 @@ def make_move() -> Kernel:
     """A block a position."""
 
     @kernel(threads=128, grid=(256,), name="chunk_move")
-    def move(source: s64, source_slots: s32, target: s64, target_slots: s32, first: s32, words: s32) -> None:
+    def move(
+        source: s64, source_slots: s32, target: s64, target_slots: s32, first: s32, pitch: s32, halves: s32
+    ) -> None:
         position = int32(first + block_index())
         wait_for_previous_kernel()
         let_next_kernel_start()
-        origin = source + int64(position % source_slots) * words * 4
-        goal = target + int64(position % target_slots) * words * 4
-        for i in range(thread_index(), words, 128):
-            stg_u32(goal + int64(i) * 4, uint32(ldg_u32(origin + int64(i) * 4)))
+        origin = source + int64(position % source_slots) * pitch
+        goal = target + int64(position % target_slots) * pitch
+        for i in range(thread_index(), halves, 128):
+            stg_u16(goal + int64(i) * 2, ldg_u16(origin + int64(i) * 2))
 
     return move
 

@@ -41,10 +41,10 @@ def test_the_shared_expert_is_activated():
 def test_rows_move_between_rings():
     rng = np.random.default_rng(2)
     source, target = rng.integers(0, 1 << 30, (7, 132), np.uint32), np.zeros((10, 132), np.uint32)
-    execute(chunk_rows.make_move(), [source, 7, target, 10, 18, 132], grid=(5, 1))
+    execute(chunk_rows.make_move(), [source, 7, target, 10, 18, 4 * 132, 2 * 131], grid=(5, 1))
     want = np.zeros_like(target)
     for position in range(18, 23):
-        want[position % 10] = source[position % 7]
+        want[position % 10, :131] = source[position % 7, :131]
     assert np.array_equal(target, want)
 
 
