@@ -272,6 +272,16 @@ async def connect_async(path: Path, receives: Any) -> AsyncConnection:
     return AsyncConnection(reader, writer, receives)
 
 
+async def readable(fd: int) -> None:
+    """Wait in the running loop until a descriptor can be read, such as that of a process that ends."""
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(fd, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(fd)
+
+
 def _check_path(path: Path) -> None:
     length = len(str(path).encode())
     if length > _PATH_BYTES:

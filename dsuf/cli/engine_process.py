@@ -13,6 +13,7 @@ from pathlib import Path
 
 import uvloop
 
+from dsuf import wire
 from dsuf.cli.kv import AgentProcess
 from dsuf.cli.live import progress, say
 from dsuf.cli.session import class_map_of
@@ -109,12 +110,7 @@ class EngineProcess:
                 self._process.kill()
 
     async def _ended(self) -> None:
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(self._process.sentinel, ended.set)
-        try:
-            await ended.wait()
-        finally:
-            loop.remove_reader(self._process.sentinel)
+        await wire.readable(self._process.sentinel)
         self._process.join()
 
     def stop(self) -> None:

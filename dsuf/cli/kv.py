@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import multiprocessing
 import multiprocessing.process
 import re
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dsuf import wire
 from dsuf.cli.live import say
 from dsuf.config import Environment
 from dsuf.errors import ConfigError, DsufError, EnvironmentProblem
@@ -182,15 +182,13 @@ class AgentProcess:
 
     async def _ended(self, was_up: bool) -> bool:
         """Wait for its end; whether it, or one before it, listened."""
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(self._process.sentinel, ended.set)
+        ended = asyncio.create_task(wire.readable(self._process.sentinel))
         try:
-            while not ended.is_set():
+            while not ended.done():
                 was_up = was_up or self.options.socket_path.exists()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(ended.wait(), None if was_up else _LOOK_EVERY_S)
+                await asyncio.wait({ended}, timeout=None if was_up else _LOOK_EVERY_S)
         finally:
-            loop.remove_reader(self._process.sentinel)
+            ended.cancel()
         self._process.join()
         return was_up
 

@@ -21,6 +21,7 @@ import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 
+from dsuf import wire
 from dsuf.errors import EnvironmentProblem
 
 SOCKET_NAME, LOCK_NAME = "redis.sock", "redis.lock"
@@ -154,12 +155,9 @@ def _answers(path: Path) -> bool:
 
 
 async def _exited(process: subprocess.Popen[bytes]) -> None:
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
     pidfd = os.pidfd_open(process.pid)
-    loop.add_reader(pidfd, ended.set)
     try:
-        await ended.wait()
+        await wire.readable(pidfd)
     finally:
-        loop.remove_reader(pidfd)
         os.close(pidfd)
     process.wait()

@@ -151,14 +151,11 @@ def _credentials(sock: socket.socket) -> tuple[int, int, int]:
 
 async def _ended(pid: int) -> None:
     """Wait until a process is gone."""
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
         return
-    loop.add_reader(pidfd, ended.set)
     try:
-        await ended.wait()
+        await wire.readable(pidfd)
     finally:
-        loop.remove_reader(pidfd)
         os.close(pidfd)

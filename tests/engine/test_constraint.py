@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from dsuf.engine.constraint import Guard
 from dsuf.engine.engine import EngineOptions, open_engine
-from dsuf.engine.messages import Admitted, Finished, Rejected, Request, Sampling, Tokens
+from dsuf.engine.messages import Admitted, Finished, Rejected, Request, Sampling
 from dsuf.errors import NotSupported, PromptError
 from dsuf.model.synthetic import write_checkpoint
 from tests.model.micro import micro_config
 from tests.support.digits import EOS, InOrder, in_order
-from tests.support.hash_model import BLOCK, VOCAB, HashModel, hash_engine
+from tests.support.hash_model import BLOCK, VOCAB, HashModel, hash_engine, run, text
 
 GREEDY = Sampling(temperature=0)
 drafting = st.sampled_from([dict(draft=False)] + [dict(draft=True, verify=v) for v in ("auto", *range(BLOCK + 1))])
@@ -31,20 +31,6 @@ samplings = st.builds(
 
 def engine_of(factory=lambda source: InOrder(), model=None, **options):
     return hash_engine(model, constraints=factory, **options)
-
-
-def run(engine, *requests):
-    said = {request.id: [] for request in requests}
-    for request in requests:
-        engine.submit(request)
-    while not engine.idle:
-        for event in engine.step():
-            said[event.id].append(event)
-    return said
-
-
-def text(events):
-    return [token for event in events if isinstance(event, Tokens) for token in event.ids]
 
 
 def defined(prompt, count):

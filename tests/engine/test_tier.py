@@ -13,7 +13,7 @@ from dsuf.engine.sequence import Trace
 from dsuf.engine.tier import Hit
 from dsuf.model.synthetic import write_checkpoint
 from tests.model.micro import micro_config
-from tests.support.hash_model import VOCAB, hash_engine
+from tests.support.hash_model import VOCAB, hash_engine, run, text
 from tests.support.memory_tier import MemoryTier
 
 GREEDY = Sampling(temperature=0)
@@ -22,21 +22,6 @@ GREEDY = Sampling(temperature=0)
 def tier_engine(delay=0, **options):
     engine = hash_engine(tier=functools.partial(MemoryTier, delay=delay), **options)
     return engine, engine._saver.tier
-
-
-def run(engine, *requests):
-    """Events of each request, run together until idle."""
-    said = {request.id: [] for request in requests}
-    for request in requests:
-        engine.submit(request)
-    while not engine.idle:
-        for event in engine.step():
-            said[event.id].append(event)
-    return said
-
-
-def text(events):
-    return [token for event in events if isinstance(event, Tokens) for token in event.ids]
 
 
 def cached(events):

@@ -14,6 +14,7 @@ import numpy as np
 
 from dsuf.engine.cpu import CpuBackend
 from dsuf.engine.engine import Engine
+from dsuf.engine.messages import Event, Request, Tokens
 from dsuf.engine.options import EngineOptions
 from dsuf.errors import UsageError
 from dsuf.layout import PAGE_TOKENS
@@ -122,3 +123,19 @@ def hash_engine(model: HashModel | None = None, *, tier=None, constraints=None, 
 
 def _normal(prefix, salt: int) -> np.ndarray:
     return np.random.default_rng([zlib.crc32(repr(prefix).encode()), salt]).normal(size=VOCAB)
+
+
+def run(engine: Engine, *requests: Request) -> dict[str, list[Event]]:
+    """Events of each request, run together until idle."""
+    said: dict[str, list[Event]] = {request.id: [] for request in requests}
+    for request in requests:
+        engine.submit(request)
+    while not engine.idle:
+        for event in engine.step():
+            said[event.id].append(event)
+    return said
+
+
+def text(events: list[Event]) -> list[int]:
+    """The ids that were emitted."""
+    return [token for event in events if isinstance(event, Tokens) for token in event.ids]

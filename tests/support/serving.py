@@ -48,7 +48,17 @@ def encode(text: str) -> list[int]:
 
 
 def in_steps(ids: list[int], size: int = 3) -> list[list[int]]:
-    return [ids[i : i + size] for i in range(0, len(ids), size)]
+    return split(ids, [size])
+
+
+def split(ids: list[int], sizes: list[int]) -> list[list[int]]:
+    """`ids` cut into pieces of the given sizes, the last of which repeats."""
+    pieces, at = [], 0
+    while at < len(ids):
+        size = sizes[min(len(pieces), len(sizes) - 1)]
+        pieces.append(ids[at : at + size])
+        at += size
+    return pieces
 
 
 def says(text: str, size: int = 3, **script: Any) -> Callable[[Request], Script]:

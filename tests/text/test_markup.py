@@ -17,7 +17,7 @@ from dsuf.text.completion_reply import CompletionReply
 from dsuf.text.output import Reply
 from dsuf.text.protocols import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from tests.support.calls import answer, call, request
-from tests.support.serving import encode, v41_text
+from tests.support.serving import encode, split, v41_text
 
 TEXT = v41_text()
 PARSED = (CHAT, RESPONSES, MESSAGES)
@@ -50,15 +50,6 @@ odd_texts = st.lists(
 
 # DSML has no escape: the parser ends a value at its closing mark, also when all of the text comes at once
 odd_values = odd_texts.filter(lambda text: "</｜DSML｜" not in text)
-
-
-def split(ids, sizes):
-    pieces, i = [], 0
-    while i < len(ids):
-        size = sizes[min(len(pieces), len(sizes) - 1)]
-        pieces.append(ids[i : i + size])
-        i += size
-    return pieces
 
 
 def asked(protocol, tools=False, stop=None, stream=True):

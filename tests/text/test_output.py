@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dsuf.engine.messages import Admitted, TokenLogprobs, Tokens
 from dsuf.text.output import Reply
-from tests.support.serving import encode, v41_text
+from tests.support.serving import encode, split, v41_text
 
 EOS = 1
 OFF = {"thinking": {"type": "disabled"}}
@@ -41,16 +41,6 @@ def reply(stream=True, **fields):
     fields.setdefault("messages", [{"role": "user", "content": "json please"}])
     body = {"model": "deepseek-flash", "stream": stream, **fields}
     return Reply(TEXT, TEXT.chat(json.dumps(body).encode()), "chatcmpl-1")
-
-
-def split(ids, sizes):
-    """`ids` cut into pieces of the given sizes, the last of which repeats."""
-    pieces, i = [], 0
-    while i < len(ids):
-        size = sizes[min(len(pieces), len(sizes) - 1)]
-        pieces.append(ids[i : i + size])
-        i += size
-    return pieces
 
 
 def play(answer, steps, reason="stop", logprobs=None):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dsuf.text.protocols import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from tests.support.calls import answer, call, request
-from tests.support.serving import encode, v41_text
+from tests.support.serving import encode, split, v41_text
 
 TEXT = v41_text()
 PROTOCOLS = (CHAT, RESPONSES, MESSAGES, COMPLETIONS)
@@ -38,15 +38,6 @@ PIECES = (
 texts = st.lists(st.sampled_from(PIECES), min_size=1, max_size=8).map("".join)
 splits = st.lists(st.integers(1, 8), min_size=1, max_size=12)
 broken = st.lists(st.sampled_from(sorted(TEXT.vocabulary.open_ids)), max_size=3)
-
-
-def split(ids, sizes):
-    pieces, i = [], 0
-    while i < len(ids):
-        size = sizes[min(len(pieces), len(sizes) - 1)]
-        pieces.append(ids[i : i + size])
-        i += size
-    return pieces
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda protocol: protocol.name)
