@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dsuf.engine.gpu.machine import LOOKAHEAD
+from dsuf.engine.gpu.prefill_pass import PrefillPass
 from dsuf.engine.gpu.prompt_rows import PromptRows
 from dsuf.engine.options import EngineOptions
 from dsuf.kernels.slots import MOST_ROWS
@@ -25,13 +27,17 @@ class Prefilling:
 
     def __init__(self, machine: Machine, options: EngineOptions) -> None:
         self._machine, self._options = machine, options
-        self._rows = PromptRows(machine.device, machine.model, machine.steps.rows, machine.slots)
+        self._few = PromptRows(machine.device, machine.model, machine.steps.rows, machine.slots)
+        self._rows: PromptRows | PrefillPass = self._few
+        if options.prefill_chunk > MOST_ROWS:
+            context = machine.max_context + LOOKAHEAD
+            self._rows = PrefillPass(machine.device, machine.model, machine.slots, options.prefill_chunk, context)
 
     def run(self, held: Held, rows: int) -> int:
         """One pass of at most `rows` prompt rows; how many it was."""
         sequence, every = held.sequence, self._options.resume_every
         start = sequence.prefilled
-        count = min(self._options.prefill_chunk, MOST_ROWS, rows, every - start % every)
+        count = min(self._options.prefill_chunk, self._rows.most_rows, rows, every - start % every)
         end = start + count
         last = end == sequence.prompt_len
         ids = np.array(sequence.request.prompt_ids[start : end - last], np.int64)
@@ -46,15 +52,23 @@ class Prefilling:
         """The tokens from `position` to the last but one emitted, which a restored sequence has seen already."""
         ids = np.array(held.sequence.ids[position : held.sequence.last_position], np.int64)
         for at in range(0, len(ids), MOST_ROWS):
-            self._rows.exact(held.slot, position + at, ids[at : at + MOST_ROWS], held.decoder_start)
+            self._few.exact(held.slot, position + at, ids[at : at + MOST_ROWS], held.decoder_start)
 
     def _exact(self, held: Held, start: int, ids: np.ndarray) -> None:
         trace = held.sequence.trace
-        if len(ids):
-            self._rows.exact(held.slot, start, ids, held.decoder_start)
         if trace is not None and trace.keep_prompt_argmax:
-            best = np.argmax(self._rows.logits(len(ids)), axis=-1).tolist() if len(ids) else []
-            trace.prompt_argmax = (trace.prompt_argmax or []) + best
+            trace.prompt_argmax = (trace.prompt_argmax or []) + self._with_argmax(held, start, ids)
+        elif len(ids):
+            self._rows.exact(held.slot, start, ids, held.decoder_start)
+
+    def _with_argmax(self, held: Held, start: int, ids: np.ndarray) -> list[int]:
+        """Run the rows through the decode walk, which has logits of each."""
+        found: list[int] = []
+        for at in range(0, len(ids), MOST_ROWS):
+            part = ids[at : at + MOST_ROWS]
+            self._few.exact(held.slot, start + at, part, held.decoder_start)
+            found += np.argmax(self._few.logits(len(part)), axis=-1).tolist()
+        return found
 
     def _truncated(self, held: Held, start: int, ids: np.ndarray, *, tail: bool, end: int) -> None:
         if held.tail_from is None:
@@ -69,6 +83,6 @@ class Prefilling:
         first = max(held.tail_from, end - self._machine.spec.sliding_window)
         if first > held.tail_from:
             held.decoder_start = first
-        for at in range(first, encoded, MOST_ROWS):
-            self._rows.decode(held.slot, at, min(MOST_ROWS, encoded - at), held.decoder_start)
+        for at in range(first, encoded, self._rows.most_rows):
+            self._rows.decode(held.slot, at, min(self._rows.most_rows, encoded - at), held.decoder_start)
         held.tail_from = None

@@ -32,6 +32,8 @@ TABLES = 4  # row tables on their way to the device
 class PromptRows:
     """Runs rows of one sequence; everything is queued on the current stream, nothing waits but for its own tables."""
 
+    most_rows = MOST_ROWS
+
     def __init__(self, device: Device, model: Model, rows: Rows, slots: int) -> None:
         self.device, self.model, self.rows = device, model, rows
         spec, w = model.spec, model.work
