@@ -17,6 +17,7 @@ import ctypes
 import mmap
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -26,6 +27,7 @@ import numpy as np
 from dsuf.engine.gpu.weight_plan import Part, plan
 from dsuf.engine.gpu.weights import TABLES, Weights
 from dsuf.errors import DeviceError, EnvironmentProblem
+from dsuf.model.fingerprint import fingerprint
 from dsuf.spec import Spec
 
 if TYPE_CHECKING:
@@ -95,6 +97,26 @@ def place_on_device(weights: Weights) -> None:
             setattr(weights.owner(part), part.name, address)
 
 
+def place(weights: Weights, checkpoint: Checkpoint, placement: Placement) -> Future[bool] | None:
+    """Give the tables their place. In host memory they are filled and registered in a thread, while other weights are
+    loaded: wait for the result. On the device they are loaded like other parts.
+    """
+    if placement != "host":
+        place_on_device(weights)
+        return None
+    tables = HostTables(weights.device, weights.spec)
+    tables.place(weights)
+
+    def fill_and_register() -> bool:
+        weights.device.make_current()
+        return tables.load(checkpoint, fingerprint(checkpoint))
+
+    pool = ThreadPoolExecutor(1, "engram-tables")
+    done = pool.submit(fill_and_register)
+    pool.shutdown(wait=False)
+    return done
+
+
 class HostTables:
     """Tables in host memory; `fd` is the memfd, for whoever wants to keep it, `huge` whether it is on 2 MiB pages."""
 
@@ -126,7 +148,7 @@ class HostTables:
 
     def place(self, weights: Weights) -> None:
         """Let the gather kernel read here."""
-        weights.tables_in_host = True
+        weights.host_tables = self
         for part, at in self._places():
             setattr(weights.owner(part), part.name, self.address + at)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from dsuf.engine.backend import Progress, StepCounts
 from dsuf.engine.gpu.buffers import KIND, Workspace
-from dsuf.engine.gpu.engram_tables import place_on_device
+from dsuf.engine.gpu.engram_tables import place, place_on_device
 from dsuf.engine.gpu.memory import Ledger, plan_memory
 from dsuf.engine.gpu.pages import Pages
 from dsuf.engine.gpu.step_graph import StepGraphs
@@ -74,8 +74,10 @@ class Machine:
             classes = np.zeros(spec.vocab_size, np.int32)
         ledger = ledger_of(options, spec, device)
         weights = Weights.allocate(device, spec, classes, positions=ledger.max_context + LOOKAHEAD)
-        place_on_device(weights)
+        tables = place(weights, checkpoint, ledger.engram)
         load(weights, checkpoint, lambda done, total: progress("weights", done / total))
+        if tables is not None:
+            tables.result()
         pad = int(classes[spec.engram_pad_token_id])
         machine = cls.over(device, ledger, weights, pad, checkpoint=checkpoint, graphs=graphs)
         progress("weights", 1.0)
@@ -146,7 +148,6 @@ def ledger_of(options: EngineOptions, spec: Spec, device: Device) -> Ledger:
         max_sequences=options.max_sequences,
         cache_tokens=options.cache_tokens,
         lookahead=LOOKAHEAD,
-        engram="device",
     )
     print(f"memory of GPU {device.index} ({device.name}):", *ledger.lines(), sep="\n  ", file=sys.stderr)
     return ledger

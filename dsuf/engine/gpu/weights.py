@@ -26,6 +26,7 @@ from dsuf.spec import Spec
 
 if TYPE_CHECKING:
     from dsuf.engine.gpu.device import Device
+    from dsuf.engine.gpu.engram_tables import HostTables
     from dsuf.model.checkpoint import Checkpoint
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -88,7 +89,7 @@ class Weights:
     main_proj: int = 0
     main_norm: int = 0
     draft_norm: int = 0
-    tables_in_host: bool = False
+    host_tables: HostTables | None = None  # where Engram tables are, if not on the device
     markov_embed: int = 0
     markov_head: int = 0
     confidence: int = 0
@@ -129,7 +130,7 @@ class Weights:
         return [part for part in self.parts if part.name not in TABLES or self._on_device(part)]
 
     def _on_device(self, table: Part) -> bool:
-        return self.address(table) != 0 and not self.tables_in_host
+        return self.address(table) != 0 and self.host_tables is None
 
     def load(self, checkpoint: Checkpoint, progress: Progress | None = None) -> None:
         """Pack on the host and copy, a part at a time: for small checkpoints (weight_load.py chooses)."""

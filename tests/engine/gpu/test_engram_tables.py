@@ -75,6 +75,17 @@ class TestHostTables:
         assert HostTables(SimtDevice(), tiny.spec, os.dup(kept)).load(tiny, b"another") is False
         again.close()
 
+    def test_they_are_filled_beside_the_other_weights(self, tiny):
+        device = SimtDevice()
+        weights = Weights.allocate(device, tiny.spec, tiny.class_map(), positions=1024)
+        done = engram_tables.place(weights, tiny, "host")
+        assert not [part for part in weights.loaded if part.kind == "engram tables"]
+        weights.load(tiny)
+        assert done.result(10) is False
+        raw = tiny.raw("layers.4.engram.embed.weight")
+        assert np.array_equal(device.download(weights.layers[4].engram_table, raw.nbytes), raw.reshape(-1))
+        assert "weights, engram tables" not in device.held()
+
     def test_memory_of_another_size_is_refused(self, tiny):
         fd = os.memfd_create("wrong")
         os.ftruncate(fd, 4096)
