@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from dsuf.text.prompt import ChatText
 
 
+GPU_CHUNK = 4096  # prompt rows of one pass on a GPU: enough that products, not weights, take the time
+
+
 @dataclass(frozen=True)
 class Session:
     """What a command needs to answer prompts in this process."""
@@ -68,7 +71,7 @@ def engine_options(
     """Check the engine's flags before anything is loaded; `ckpt` is filled in by `prepare`."""
     from dsuf.engine.options import EngineOptions
 
-    environment = read_environment()
+    environment, chosen = read_environment(), choose_gpus(gpus)
     return EngineOptions(
         ckpt=Path(),
         numerics=numerics,
@@ -77,7 +80,8 @@ def engine_options(
         verify=parse_verify(verify),
         max_context=max_context,
         max_sequences=max_sequences,
-        gpus=choose_gpus(gpus),
+        prefill_chunk=GPU_CHUNK if chosen else EngineOptions.prefill_chunk,
+        gpus=chosen,
         kernels=environment.kernels,
         cache=environment.cache_dir,
     )
