@@ -15,7 +15,7 @@ import typer
 
 from dsuf import __version__
 from dsuf.cli import build, doctor, drain, repro, run, serve, synth
-from dsuf.cli.bench import compare, decode, kv, prefill
+from dsuf.cli.bench import compare, decode, kernels, kv, prefill
 from dsuf.cli.bench import serve as bench_serve
 from dsuf.errors import DsufError
 
@@ -49,7 +49,7 @@ def _flags(
 for command in (run.run, serve.serve, repro.repro, synth.synth, doctor.doctor, build.build, drain.drain):
     app.command()(command)
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
-for command in (decode.decode, prefill.prefill, kv.kv, bench_serve.serve, compare.compare):
+for command in (decode.decode, prefill.prefill, kernels.kernels, kv.kv, bench_serve.serve, compare.compare):
     bench.command()(command)
 app.add_typer(bench, name="bench")
 

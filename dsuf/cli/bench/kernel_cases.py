@@ -13,7 +13,7 @@ import numpy as np
 
 from dsuf import formats
 from dsuf.cli.bench.kernel_bench import BF16_ERROR, Bench, Case, relative_error
-from dsuf.kernels import engram, experts, pack, project, route, swiglu
+from dsuf.kernels import engram, expert_plan, experts, pack, project
 from dsuf.kernels.catalogue import tile_of
 from dsuf.kernels.stream import scale_stride
 from dsuf.ops import engram as engram_op
@@ -34,8 +34,8 @@ def families(spec_names: tuple[str, ...]) -> dict[str, Family]:
     found: dict[str, Family] = {name: partial(projection, name) for name in spec_names}
     return found | {
         "experts_gate_up": partial(routed, "gate_up"), "experts_down": partial(routed, "down"),
-        "experts": partial(routed, "whole"), "shared_expert": shared, "router": router, "swiglu": activation,
-        "embed": embed, "engram_gather": gather, "engram_gate": gate,
+        "experts": partial(routed, "whole"), "router": router, "embed": embed, "engram_gather": gather,
+        "engram_gate": gate,
     }  # fmt: skip
 
 
@@ -84,10 +84,10 @@ def _weight(bench: Bench, kind: str, n: int, k: int) -> tuple[np.ndarray, np.nda
 
 
 class _Layer:
-    """Routed experts of a layer: a few random ones, repeated, with inputs, buffers and plans of several routings."""
+    """Experts of a layer: a few random ones, repeated, and a shared one, with inputs, buffers and several routings."""
 
     def __init__(self, bench: Bench, rows: int) -> None:
-        spec, chip, rng = bench.spec, bench.device.chip, bench.rng
+        spec, chip = bench.spec, bench.device.chip
         self.bench, self.rows, self.limit = bench, rows, spec.swiglu_limit
         self.d, self.i, self.topk = spec.hidden_size, spec.moe_intermediate_size, spec.num_experts_per_tok
         self.count = spec.n_routed_experts
@@ -98,98 +98,86 @@ class _Layer:
         w2 = np.stack([experts.pack_down(one[2], chip) for one in raw])
         self.w13 = bench.repeated(w13, w13[0].nbytes * self.count)
         self.w2 = bench.repeated(w2, w2[0].nbytes * self.count)
-        self.tile = experts.tile_for(LABEL, rows)
-        self.pairs = self.tile * self.topk
-        self.x, self.sx, self.exact = bench.quantised(self.tile, self.d)
-        self.weights = rng.uniform(0.1, 0.5, self.pairs).astype(np.float32)
+        (shared13, both), (shared2, down) = (_weight(bench, "q8", n, k) for n, k in ((2 * self.i, self.d), shapes[2]))
+        self.shared_dense = [both[: self.i], both[self.i :], down]
+        self.shared = [(bench.put(shared13), bench.put(shared2)) for _ in range(ROUTINGS)]
+        self.shared_bytes = shared13.nbytes, shared2.nbytes
+        self.exact = self._input(rows)
+        self.weights = bench.rng.uniform(0.1, 0.5, rows * self.topk).astype(np.float32)
         self.at_weights = bench.put(self.weights)
-        self.h = bench.poisoned(self.pairs * self.i)
-        self.sh = bench.poisoned(self.pairs * scale_stride(self.i))
-        self.y = bench.poisoned(self.pairs * self.d * 2)
+        self.h = bench.poisoned((self.topk + 1) * rows * self.i * 2)
+        self.y, self.last = bench.poisoned(rows * self.topk * self.d * 2), bench.poisoned(rows * self.d * 2)
         self.chosen = [self._choice() for _ in range(ROUTINGS)]
-        self.plans = [bench.put(experts.plan_of(chosen, self.pairs)) for chosen in self.chosen]
+        self.plans = [bench.put(expert_plan.plan_of(chosen, chosen.size)) for chosen in self.chosen]
         self.hit = float(np.mean([len(np.unique(chosen)) for chosen in self.chosen]))
 
     def _fp4(self, n: int, k: int) -> tuple[np.ndarray, np.ndarray]:
         rng = self.bench.rng
         return rng.integers(0, 256, (n, k // 2), dtype=np.uint8), rng.integers(118, 122, (n, k // 32), dtype=np.uint8)
 
+    def _input(self, rows: int) -> np.ndarray:
+        exact = qdq.q8(self.bench.rng.standard_normal((rows, self.d)))
+        self.x = self.bench.put((exact * 2.0**experts.SHIFT).astype(np.float16))
+        return exact
+
     def _choice(self) -> np.ndarray:
         order = np.argsort(self.bench.rng.random((self.rows, self.count)), axis=1)
         return np.sort(order[:, : self.topk], axis=1)
 
-    def gate_up(self, plan: int) -> None:
-        self.bench.device.launch(f"experts.gate_up/{LABEL}/r{self.tile}", self.w13, self.x, self.sx, plan,
-                                 self.at_weights, self.h, self.sh, self.rows, self.topk, self.limit)  # fmt: skip
+    def gate_up(self, n: int) -> None:
+        """First launch of routing n."""
+        self.bench.device.launch(f"experts.gate_up/{LABEL}", self.w13, self.shared[n][0], self.x, self.plans[n],
+                                 self.at_weights, self.h, self.rows, self.topk, self.limit)  # fmt: skip
 
-    def down(self, plan: int) -> None:
-        self.bench.device.launch(f"experts.down/{LABEL}/r{self.tile}", self.w2, self.h, self.sh, plan, self.y,
-                                 self.rows, self.topk)  # fmt: skip
+    def down(self, n: int) -> None:
+        """Second launch."""
+        self.bench.device.launch(f"experts.down/{LABEL}", self.w2, self.shared[n][1], self.h, self.plans[n], self.y,
+                                 self.last, self.rows, self.topk)  # fmt: skip
 
-    def whole(self, plan: int) -> None:
-        self.gate_up(plan)
-        self.down(plan)
+    def whole(self, n: int) -> None:
+        """Both."""
+        self.gate_up(n)
+        self.down(n)
 
     def error(self, pairs: int = 4) -> float:
-        """Of the first pairs of the first routing, after a launch of both parts."""
-        got = formats.bf16_to_float32(self.bench.get(self.y, (self.pairs, self.d), np.uint16)).astype(np.float64)
-        want = np.zeros((min(self.rows * self.topk, pairs), self.d))
-        for pair in range(len(want)):
+        """Of the first pairs of the first routing and of the shared expert's first row, after both launches."""
+        bench, rows = self.bench, self.rows
+        y, last = (bench.get(at, (n, self.d), np.uint16) for at, n in ((self.y, rows * self.topk), (self.last, rows)))
+        got = formats.bf16_to_float32(np.concatenate([y[: min(len(y), pairs)], last[:1]])).astype(np.float64)
+        if not np.isfinite(formats.bf16_to_float32(np.concatenate([y, last]))).all():
+            return float("nan")
+        want = np.zeros_like(got)
+        for pair in range(len(want) - 1):
             row, slot = divmod(pair, self.topk)
-            w1, w3, w2 = self.dense[int(self.chosen[0][row, slot]) % PATTERN_EXPERTS]
-            both = formats.round_bf16(np.concatenate([w1 @ self.exact[row], w3 @ self.exact[row]])).astype(np.float64)
-            hidden = formats.round_bf16(expert_op.swiglu(both, self.limit) * self.weights[pair])
-            want[pair] = w2 @ qdq.q8(hidden.astype(np.float64))
-        live = got[: self.rows * self.topk]
-        return relative_error(got[: len(want)], want) if np.isfinite(live).all() else float("nan")
+            dense = self.dense[int(self.chosen[0][row, slot]) % PATTERN_EXPERTS]
+            want[pair] = self._expert(dense, self.exact[row], self.weights[pair])
+        want[-1] = self._expert(self.shared_dense, self.exact[0], 1.0)
+        return relative_error(got, want)
+
+    def _expert(self, dense: list[np.ndarray], x: np.ndarray, weight: float) -> np.ndarray:
+        both = formats.round_bf16(np.concatenate([dense[0] @ x, dense[1] @ x])).astype(np.float64)
+        hidden = formats.round_bf16(expert_op.swiglu(both, self.limit) * weight).astype(np.float64)
+        return dense[2] @ qdq.q8(hidden)
 
 
 def routed(part: str, bench: Bench, rows: int) -> Case:
-    """Gate and up, down, or both launches of the experts that random rows choose."""
+    """Gate and up, down, or both launches of the experts that random rows choose, and of the shared expert."""
     layer = _Layer(bench, rows)
     matrix = layer.hit * (layer.d * layer.i // 2 + layer.d * layer.i // 32)
-    matrices = {"gate_up": 2, "down": 1, "whole": 3}[part]
-    run = {"gate_up": layer.gate_up, "down": layer.down, "whole": layer.whole}[part]
+    first, second = 2 * matrix + layer.shared_bytes[0], matrix + layer.shared_bytes[1]
+    matrices, nbytes, run = {
+        "gate_up": (2, first, layer.gate_up), "down": (1, second, layer.down), "whole": (3, first + second, layer.whole)
+    }[part]  # fmt: skip
 
     def error() -> float:
-        layer.whole(layer.plans[0])
+        layer.whole(0)
         return layer.error()
 
-    operations = 2 * matrices * rows * layer.topk * layer.d * layer.i
+    operations = 2 * matrices * rows * (layer.topk + 1) * layer.d * layer.i
     name = "experts" if part == "whole" else f"experts_{part}"
-    peer = "experts" if part == "whole" else ""
-    return Case(name, rows, [partial(run, plan) for plan in layer.plans], error, 4 * BF16_ERROR,
-                int(matrices * matrix), operations, peer=peer, notes={"distinct_experts": layer.hit},
+    return Case(name, rows, [partial(run, n) for n in range(ROUTINGS)], error, 4 * BF16_ERROR, int(nbytes), operations,
+                peer="experts" if part == "whole" else "", notes={"distinct_experts": layer.hit},
                 peer_shape=(rows, layer.d, layer.i, layer.count, layer.topk))  # fmt: skip
-
-
-def shared(bench: Bench, rows: int) -> Case:
-    """The shared expert: gate and up, activation, down."""
-    ones, tile = project.projections(bench.spec), tile_of(LABEL, rows)
-    up, down, i = ones["shared_gate_up"], ones["shared_down"], bench.spec.moe_intermediate_size
-    launches = [project.launch_of(LABEL, one, rows) for one in (up, down)]
-    (packed, dense), (packed2, dense2) = (_weight(bench, "q8", one.n, one.k) for one in (up, down))
-    places = list(zip(bench.copies(packed, packed.nbytes), bench.copies(packed2, packed2.nbytes), strict=False))
-    x, sx, exact = bench.quantised(tile, up.k)
-    y, out = bench.poisoned(tile * up.n * 2), bench.poisoned(tile * down.n * 2)
-    codes, scales = bench.poisoned(tile * i), bench.poisoned(tile * scale_stride(i))
-
-    def go(at: tuple[int, int]) -> None:
-        first, second = launches
-        launch = bench.device.launch
-        launch(first.name, at[0], x, sx, y, rows, *first.arguments, grid=first.grid, shared=first.shared)
-        launch("swiglu", y, codes, scales, i, bench.spec.swiglu_limit, grid=(-(-i // swiglu.SPAN), rows))
-        launch(second.name, at[1], codes, scales, out, rows, *second.arguments, grid=second.grid, shared=second.shared)
-
-    def error() -> float:
-        got = formats.bf16_to_float32(bench.get(out, (tile, down.n), np.uint16))[:rows].astype(np.float64)
-        both = formats.round_bf16(exact[:rows] @ dense.T.astype(np.float64)).astype(np.float64)
-        hidden = formats.round_bf16(expert_op.swiglu(both, bench.spec.swiglu_limit)).astype(np.float64)
-        return relative_error(got, qdq.q8(hidden) @ dense2.T.astype(np.float64))
-
-    nbytes = up.floor(rows)[0] + down.floor(rows)[0]
-    return Case("shared_expert", rows, [partial(go, at) for at in places], error, 4 * BF16_ERROR, nbytes,
-                up.floor(rows)[1] + down.floor(rows)[1])  # fmt: skip
 
 
 def router(bench: Bench, rows: int) -> Case:
@@ -205,7 +193,7 @@ def router(bench: Bench, rows: int) -> Case:
     at_bias, image = bench.put(bias), bench.put(np.zeros(tile, np.int32))
     sequence, z = bench.put(np.zeros(tile, np.int32)), bench.poisoned(tile * one.n * 4)
     chosen, weights = bench.poisoned(tile * topk * 4), bench.poisoned(tile * topk * 4)
-    plan = bench.poisoned(experts.plan_bytes(tile * topk))
+    plan = bench.poisoned(expert_plan.plan_bytes(tile * topk))
 
     def go(w: int) -> None:
         bench.device.launch(launch.name, w, x, 0, z, rows, *launch.arguments, grid=launch.grid, shared=launch.shared)
@@ -221,22 +209,6 @@ def router(bench: Bench, rows: int) -> Case:
 
 
 # ---- small kernels
-
-
-def activation(bench: Bench, rows: int) -> Case:
-    """The shared expert's activation."""
-    i, limit = bench.spec.moe_intermediate_size, bench.spec.swiglu_limit
-    bits = formats.float32_to_bf16(4 * bench.rng.standard_normal((rows, 2 * i)).astype(np.float32))
-    y, codes, scales = bench.put(bits), bench.poisoned(rows * i), bench.poisoned(rows * scale_stride(i))
-    grid = (-(-i // swiglu.SPAN), rows)
-
-    def error() -> float:
-        got = bench.get(codes, (rows, i), np.uint8), bench.get(scales, (rows, scale_stride(i)), np.uint8)
-        want = expert_op.swiglu(formats.bf16_to_float32(bits).astype(np.float64), limit)
-        return relative_error(qdq.q8_decode(got[0], got[1][:, : i // 32]).astype(np.float64), want)
-
-    go = partial(bench.device.launch, "swiglu", y, codes, scales, i, limit, grid=grid)
-    return Case("swiglu", rows, [go], error, 2.0**-4, 5 * rows * i, 12 * rows * i)
 
 
 def embed(bench: Bench, rows: int) -> Case:

@@ -109,7 +109,6 @@ def run(
 
 def _cubins(chip: str, folder: Path | None) -> Any:
     from dsuf.engine.gpu import cubins
-    from dsuf.kernels.catalogue import LABELS  # noqa: F401
 
     environment = read_environment()
     return cubins.find(chip, "v41", environment.cache_dir, folder or environment.kernels)
