@@ -27,7 +27,7 @@ from dsuf.layout import PAGE_TOKENS, PageLayout
 from dsuf.ops import qdq
 from dsuf.ops.index import index_scores
 from dsuf.spec import Spec
-from tests.gpu.bench_kernels import Gpu, check
+from tests.gpu.timing import Gpu, check
 
 SPEC = Spec.load(Path(chunk_rows.__file__).parents[1] / "configs" / "h200x1.json")
 D, H, WIDTH, TOPK, W = SPEC.hidden_size, SPEC.num_attention_heads, SPEC.head_dim, SPEC.index_topk, SPEC.sliding_window
