@@ -299,7 +299,7 @@ class Engine:
 
 def backend_of(options: EngineOptions) -> str:
     """`Limits.backend` of what `open_engine` opens for these options, known before it does."""
-    return "cpu"
+    return "gpu" if options.gpus else "cpu"
 
 
 def open_engine(

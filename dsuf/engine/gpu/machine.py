@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dsuf.engine.backend import Progress, StepCounts
+from dsuf.engine.gpu import prefill_buffers
 from dsuf.engine.gpu.buffers import KIND, Workspace
 from dsuf.engine.gpu.engram_tables import place, place_on_device
-from dsuf.engine.gpu.memory import Ledger, plan_memory
+from dsuf.engine.gpu.memory import SPARE_SLOTS, Ledger, plan_memory
 from dsuf.engine.gpu.pages import Pages
+from dsuf.engine.gpu.phases import Phases
 from dsuf.engine.gpu.step_graph import StepGraphs
 from dsuf.engine.gpu.step_walk import Model
 from dsuf.engine.gpu.weight_fill import fill
@@ -25,7 +27,7 @@ from dsuf.engine.gpu.weights import Weights
 from dsuf.engine.options import EngineOptions
 from dsuf.errors import CheckpointError, ConfigError
 from dsuf.kernels.engram import HISTORY
-from dsuf.kernels.slots import C_TOTAL_ROWS, C_TOTAL_SLOTS, COUNTER_BYTES
+from dsuf.kernels.slots import C_TOTAL_ROWS, C_TOTAL_SLOTS, COUNTER_BYTES, MOST_ROWS
 from dsuf.layout import PAGE_TOKENS, pages_for
 from dsuf.model.checkpoint import Checkpoint
 from dsuf.spec import Spec
@@ -63,6 +65,8 @@ class Machine:
     ) -> Machine:
         """Read a checkpoint onto the device. Raises CheckpointError, ConfigError or DeviceError."""
         progress("checkpoint", 0.0)
+        phases = Phases()
+        phases("checkpoint")
         checkpoint = Checkpoint.open(options.ckpt)
         classes = checkpoint.class_map()
         if classes is None and class_map is not None:
@@ -73,14 +77,18 @@ class Machine:
                 raise CheckpointError("no Engram class map: expected engram_token_map.json or a tokenizer beside it.")
             classes = np.zeros(spec.vocab_size, np.int32)
         ledger = ledger_of(options, spec, device)
+        phases("weights")
         weights = Weights.allocate(device, spec, classes, positions=ledger.max_context + LOOKAHEAD)
         tables = place(weights, checkpoint, ledger.engram)
         load(weights, checkpoint, lambda done, total: progress("weights", done / total))
         if tables is not None:
+            phases("rest of Engram tables")
             tables.result()
+        phases("caches, workspace and graphs")
         pad = int(classes[spec.engram_pad_token_id])
         machine = cls.over(device, ledger, weights, pad, checkpoint=checkpoint, graphs=graphs)
         progress("weights", 1.0)
+        phases.tell(f"loaded {options.ckpt.name}")
         return machine
 
     @classmethod
@@ -138,6 +146,14 @@ def context_of(options: EngineOptions, spec: Spec) -> int:
     return asked or most
 
 
+def _prefill_bytes(options: EngineOptions, spec: Spec, context: int) -> int:
+    """Workspace of prompt passes that do not go through the decode walk."""
+    if options.prefill_chunk <= MOST_ROWS:
+        return 0
+    slots = options.max_sequences + SPARE_SLOTS
+    return prefill_buffers.workspace_bytes(spec, options.prefill_chunk, slots, context + LOOKAHEAD)
+
+
 def ledger_of(options: EngineOptions, spec: Spec, device: Device) -> Ledger:
     """What everything will take; told before anything is loaded. Raises ConfigError or DeviceError."""
     context_of(options, spec)
@@ -148,6 +164,7 @@ def ledger_of(options: EngineOptions, spec: Spec, device: Device) -> Ledger:
         max_sequences=options.max_sequences,
         cache_tokens=options.cache_tokens,
         lookahead=LOOKAHEAD,
+        workspace=lambda context: _prefill_bytes(options, spec, context),
     )
     print(f"memory of GPU {device.index} ({device.name}):", *ledger.lines(), sep="\n  ", file=sys.stderr)
     return ledger

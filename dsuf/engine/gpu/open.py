@@ -9,6 +9,7 @@ from dsuf.engine.gpu import cubins
 from dsuf.engine.gpu.backend import GpuBackend
 from dsuf.engine.gpu.device import Device
 from dsuf.engine.gpu.launches import width_of
+from dsuf.engine.gpu.phases import Phases
 from dsuf.engine.options import EngineOptions
 from dsuf.errors import ConfigError
 from dsuf.spec import Spec
@@ -31,8 +32,14 @@ def open_device(options: EngineOptions, spec: Spec, *, dependent: bool = True) -
     if len(options.gpus) != 1:
         raise ConfigError(f"{len(options.gpus)} GPUs were asked for; the engine runs on one so far.")
     width = width_of(spec)
+    phases = Phases()
+    phases("device")
     device = Device.open(options.gpus[0], dependent=dependent)
     if options.kernels is None and options.cache is None:
         raise ConfigError("no folder of kernels and no build cache are given; set DSUF_KERNELS or DSUF_CACHE.")
-    device.add_kernels(cubins.find(device.chip, width.label, options.cache, options.kernels))
+    phases("finding kernels")
+    found = cubins.find(device.chip, width.label, options.cache, options.kernels)
+    phases("loading kernels")
+    device.add_kernels(found)
+    phases.tell(f"GPU {device.index} ({device.name}) with {len(found)} kernels")
     return device
