@@ -25,7 +25,7 @@ MODULES = (
     "engram", "project", "experts", "route", "swiglu", "mixes", "latents", "compress", "attend", "index", "select",
     "choose", "ceiling", "rows_q8", "state", "fill", "pack_device", "inject", "rows", "sample", "markov",
     "chunk_attend", "chunk_index", "chunk_select", "chunk_seam", "chunk_rows", "chunk_route", "accept", "taps",
-    "logprobs", "reduce",
+    "logprobs", "reduce", "product_rows", "dense", "plan", "grouped",
 )  # fmt: skip
 ROW_TILES = {"v41": (8, 16, 24, 48), "small": (8, 48)}
 CONFIGS = Path(__file__).parents[1] / "configs"

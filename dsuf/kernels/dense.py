@@ -7,7 +7,7 @@
     bf16   bf16 (pack_bf16)                     float32 [rows, n]            router, compressor, index weights
 
 x bf16 [rows, groups * K] in product order: decoded Q8 rows, or plain bf16 ones. n a multiple of 16, K of 64; `chunk`
-says how many columns a packed chunk has. Any grid will do: blocks walk the tiles.
+says how many columns a packed chunk has. Any grid will do: blocks walk the tiles, whose height suits rows and grid.
 
 Reference: dsuf.ops.product.product and grouped_product. Operations: 2 rows groups n K. Rows of x may be poisoned beyond
 `rows`: they are not read.
@@ -35,87 +35,105 @@ from dsuf.kernels.gemm import (
     turn,
 )
 from dsuf.kernels.lang import Kernel, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
+from dsuf.kernels.ptx.fragments import quotient
 from dsuf.kernels.ptx.memory import lds_u32x4, shared_base, stg_u32x4, sts_f32
 from dsuf.kernels.ptx.op import HOPPER
 from dsuf.kernels.ptx.sync import (
     block_count,
     block_index,
-    give_half_registers,
+    give_some_registers,
     let_next_kernel_start,
     sync_threads,
-    take_half_registers,
+    take_most_registers,
     thread_index,
     wait_for_previous_kernel,
+    warp_min_u32,
 )
 from dsuf.ops.product import product
 
 WIDE = 68 * 4  # bytes of a row of 64 float32 outputs while they are turned: 4 words more, so that no banks meet
 TURN_WIDE = 64 * WIDE
 SM_COUNT = 132
+LEAST, MARGIN, WORST = 64, 400, 0x3FFFFFF
 
 
 @inline
-def tile_of(number: Any, rows: Any, n: Any, groups: Any, columns: Any, span: Any) -> Any:
+def best_columns(rows: Any, across: Any, steps: Any, blocks: Any, most: Any, lane: Any) -> Any:
+    """Activation rows of a tile, a multiple of 8 up to `most`, for which the blocks finish first; a lane a candidate.
+
+    A tile takes as long as its rows, but not less than turning 64 columns of weights to bf16, and MARGIN for its ends.
+    """
+    columns = int32(8 * (lane + 1))
+    turns = quotient(int32(quotient(int32(rows + columns - 1), columns) * across + blocks - 1), blocks)
+    cost = int32(min(turns * (max(columns, LEAST) * steps + MARGIN), WORST))
+    cost = int32(cost if columns >= 16 and columns <= most else WORST)
+    picked = warp_min_u32(uint32(cost * 32 + 31 - lane))
+    return int32(8 * (32 - (picked & 31)))
+
+
+@inline
+def tile_of(number: Any, down: Any, across: Any, groups: Any, span: Any) -> Any:
     """(activation tile, group, weight tile of it): `span` activation tiles run beside each other, so that L2 serves."""
-    across = int32((n + 127) >> 7)
-    down = int32((rows + columns - 1) // columns)
-    band = int32(number // (span * across * groups))
-    rest = int32(number - band * (span * across * groups))
+    weights = int32(across * groups)
+    band = quotient(number, int32(span * weights))
+    rest = int32(number - band * (span * weights))
     wide = int32(min(span, down - band * span))
-    place = int32(rest // wide)
-    group = int32(place // across)
+    place = quotient(rest, wide)
+    group = quotient(place, across)
     return int32(band * span + rest - place * wide), group, int32(place - group * across)
 
 
 @inline
 def store_bf16(
-    acc: Any, columns: Any, at: Any, crew: Any, part: Any, t: Any, y: Any, pitch: Any, n: Any, left: Any
+    acc: Any, most: Any, at: Any, crew: Any, part: Any, t: Any, y: Any, pitch: Any, n: Any, left: Any
 ) -> None:
-    """64 outputs of `columns` rows: y is row 0's first output of this warpgroup, n and left say how many exist."""
+    """64 outputs of `left` rows: y is row 0's first output of this warpgroup, n says how many outputs exist."""
     lane = int32(t & 31)
     r = int32(t >> 3)
     piece = int32(t & 7)
     source = uint32(at + r * 128 + ((piece ^ (r & 7)) << 4))
     target = y + (int64(r) * pitch + piece * 8) * 2
-    for q in unroll(columns // 64):
-        turn(acc, 64 * q, 64, at, part, lane)
-        group_barrier(crew)
-        for i in unroll(4):
-            if 64 * q + 16 * i + r < left and piece * 8 < n:
-                stg_u32x4(target + int64(64 * q + 16 * i) * pitch * 2, lds_u32x4(uint32(source + i * 2048)))
-        group_barrier(crew)
+    for q in unroll(0, most, 64):
+        if q < left:
+            turn(acc, q, at, part, lane)
+            group_barrier(crew)
+            for i in unroll(4):
+                if q + 16 * i + r < left and piece * 8 < n:
+                    stg_u32x4(target + int64(q + 16 * i) * pitch * 2, lds_u32x4(uint32(source + i * 2048)))
+            group_barrier(crew)
 
 
 @inline
 def store_f32(
-    acc: Any, columns: Any, at: Any, crew: Any, part: Any, t: Any, y: Any, pitch: Any, n: Any, left: Any
+    acc: Any, most: Any, at: Any, crew: Any, part: Any, t: Any, y: Any, pitch: Any, n: Any, left: Any
 ) -> None:
     """The same for float32 outputs."""
     lane = int32(t & 31)
     r = int32(t >> 4)
     piece = int32(t & 15)
     corner = uint32(at + (lane & 3) * (2 * WIDE) + (16 * part + (lane >> 2)) * 4)
+    source = uint32(at + r * WIDE + piece * 16)
     target = y + (int64(r) * pitch + piece * 4) * 4
-    for q in unroll(columns // 64):
-        for i in unroll(32):
-            sts_f32(uint32(corner + (8 * (i // 4) + i % 2) * WIDE + (i // 2 % 2) * 32), acc[32 * q + i])
-        group_barrier(crew)
-        for i in unroll(8):
-            if 64 * q + 8 * i + r < left and piece * 4 < n:
-                stg_u32x4(target + int64(64 * q + 8 * i) * pitch * 4,
-                          lds_u32x4(uint32(at + (8 * i + r) * WIDE + piece * 16)))  # fmt: skip
-        group_barrier(crew)
+    for q in unroll(0, most, 64):
+        if q < left:
+            for i in unroll(32):
+                sts_f32(uint32(corner + (8 * (i // 4) + i % 2) * WIDE + (i // 2 % 2) * 32), acc[q // 2 + i])
+            group_barrier(crew)
+            for i in unroll(8):
+                if q + 8 * i + r < left and piece * 4 < n:
+                    stg_u32x4(target + int64(q + 8 * i) * pitch * 4, lds_u32x4(uint32(source + 8 * i * WIDE)))
+            group_barrier(crew)
 
 
-def make(*, kind: str, wide: bool, columns: int, stages: int, span: int) -> Kernel:
-    """wide: float32 outputs; columns: rows of x in a tile (64, 128, 192, 256); span: such tiles beside each other."""
+def make(*, kind: str, wide: bool, most: int, stages: int, span: int) -> Kernel:
+    """wide: float32 outputs; most: rows of x in a tile, a multiple of 64 up to 256; span: tiles beside each other."""
     WEIGHTS = FP8 if kind == "fp8" else BF16
     TURNING = TURN_WIDE if wide else TURN
-    RING = Ring.of(WEIGHTS, columns, stages, 2 * TURNING)
-    mm, zero, finish = products(columns)
+    RING = Ring.of(WEIGHTS, most, stages, 2 * TURNING)
     BYTES = 4 if wide else 2
+    pair, zero, finish = products(most)
 
-    @kernel(threads=THREADS, grid=(SM_COUNT,), shared=RING.size, name=f"dense_{kind}_{columns}_s{stages}_g{span}")
+    @kernel(threads=THREADS, grid=(SM_COUNT,), shared=RING.size, name=f"dense_{kind}_{most}_s{stages}_g{span}")
     def dense(w: s64, x: s64, y: s64, rows: s32, n: s32, k: s32, groups: s32, chunk: s32) -> None:
         tid = int32(thread_index())
         sm = shared_base()
@@ -126,52 +144,56 @@ def make(*, kind: str, wide: bool, columns: int, stages: int, span: int) -> Kern
         let_next_kernel_start()
         shift = int32(chunk >> 7)
         steps = int32(k >> 6)
-        tiles = int32(((rows + columns - 1) // columns) * ((n + 127) >> 7) * groups)
-        number = int32(block_index())
+        across = int32((n + 127) >> 7)
         blocks = int32(block_count())
+        columns = best_columns(rows, int32(across * groups), steps, blocks, most, int32(tid & 31))
+        down = quotient(int32(rows + columns - 1), columns)
+        tiles = int32(down * across * groups)
+        number = int32(block_index())
         stage = int32(0)
         phase = int32(0)
-        if tid < 128:
-            give_half_registers()
+        role = int32(warp_min_u32(uint32(tid >> 7)))  # for the compiler: uniform
+        if role == 0:
+            give_some_registers()
             scale_bytes = int32(WEIGHTS.scales)
             chunk_bytes = int32(chunk * (WEIGHTS.codes // 64) + scale_bytes)
             last = int32(((n + 15) >> 4) - 1)
             pitch = int32(k * groups * 2)
-            offsets = regs(columns // 16)
+            offsets = regs(most // 16)
             mine, _ = copy_of(tid, WEIGHTS)
             while number < tiles:
-                down, group, across = tile_of(number, rows, n, groups, columns, span)
-                for i in unroll(columns // 16):
-                    offsets[i] = uint32(min(down * columns + (tid >> 3) + 16 * i, rows - 1) * pitch)
-                part = int32(min(across * PARTS + mine, last))
+                row, group, place = tile_of(number, down, across, groups, span)
+                row = int32(row * columns)
+                for i in unroll(most // 16):
+                    offsets[i] = uint32(min(row + (tid >> 3) + 16 * i, rows - 1) * pitch)
+                part = int32(min(place * PARTS + mine, last))
                 base = w + (int64(group) * (last + 1) + part) * (int64(steps >> shift) * chunk_bytes)
                 if tid >= 64:
                     base = base + chunk * (WEIGHTS.codes // 64)
                 source = x + (int64(group) * k * 2 + (tid & 7) * 16)
-                stage, phase = produce(RING, WEIGHTS, sm, tid, steps, shift, source, offsets, int32(columns // 16),
-                                       base, chunk_bytes, scale_bytes, stage, phase)  # fmt: skip
+                pieces = int32((columns + 15) >> 4)
+                stage, phase = produce(RING, WEIGHTS, sm, tid, steps, shift, source, offsets, pieces, base, chunk_bytes,
+                                       scale_bytes, stage, phase)  # fmt: skip
                 number = int32(number + blocks)
         else:
-            take_half_registers()
-            crew = int32((tid >> 7) - 1)
+            take_most_registers()
+            crew = int32(role - 1)
             t = int32(tid & 127)
             part = int32(t >> 5)
             at = uint32(sm + RING.rest + crew * TURNING)
             pitch = int32(n * groups)
             while number < tiles:
-                down, group, across = tile_of(number, rows, n, groups, columns, span)
-                acc, stage, phase = multiply(RING, WEIGHTS, columns, mm, zero, finish, sm, int32(crew * 4 + part),
-                                             int32(t & 31), steps, shift, stage, phase)  # fmt: skip
-                first = int32(across * TILE_ROWS + crew * 64)
-                to = y + (int64(down) * columns * pitch + group * n + first) * BYTES
-                if kind == "fp8":
-                    store_bf16(
-                        acc, columns, at, crew, part, t, to, pitch, int32(n - first), int32(rows - down * columns)
-                    )
+                row, group, place = tile_of(number, down, across, groups, span)
+                row = int32(row * columns)
+                acc, stage, phase = multiply(RING, WEIGHTS, pair, zero, finish, sm, int32(crew * 4 + part),
+                                             int32(t & 31), columns, steps, shift, stage, phase)  # fmt: skip
+                first = int32(place * TILE_ROWS + crew * 64)
+                to = y + (int64(row) * pitch + group * n + first) * BYTES
+                left = int32(min(columns, rows - row))
+                if wide:
+                    store_f32(acc, most, at, crew, part, t, to, pitch, int32(n - first), left)
                 else:
-                    store_f32(
-                        acc, columns, at, crew, part, t, to, pitch, int32(n - first), int32(rows - down * columns)
-                    )
+                    store_bf16(acc, most, at, crew, part, t, to, pitch, int32(n - first), left)
                 number = int32(number + blocks)
 
     return dense
@@ -190,6 +212,6 @@ def entries(width: Width) -> list[Entry]:
 
 
 SHAPES = {
-    "fp8": {"wide": False, "columns": 256, "stages": 5, "span": 8},
-    "bf16": {"wide": True, "columns": 128, "stages": 4, "span": 16},
+    "fp8": {"wide": False, "most": 256, "stages": 5, "span": 8},
+    "bf16": {"wide": True, "most": 128, "stages": 4, "span": 16},
 }

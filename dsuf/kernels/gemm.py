@@ -33,19 +33,17 @@ from dsuf.kernels.ptx.copy import (
     mbarrier_init,
     mbarrier_wait,
 )
-from dsuf.kernels.ptx.fragments import FP4_SHIFT, FP8_SHIFT, PAIR, fp4x16_bf16, fp8x16_bf16, opaque_address
-from dsuf.kernels.ptx.memory import lds_u8, lds_u32x2, lds_u32x4
+from dsuf.kernels.ptx.fragments import fp4_multiplier, fp4x16_bf16, fp8_multiplier, fp8x16_bf16, opaque_address
+from dsuf.kernels.ptx.memory import lds_u16, lds_u32x4
 from dsuf.kernels.ptx.mma import stmatrix_x4_trans
 from dsuf.kernels.ptx.sync import sync_named
 from dsuf.kernels.ptx.wgmma import (
     SWIZZLED_TILE,
-    wgmma_commit,
-    wgmma_fence,
-    wgmma_registers,
     wgmma_wait,
     wgmma_wait_but_last,
     zeros,
 )
+from dsuf.kernels.ptx.wgmma_widths import wgmma_pair
 
 TILE_ROWS = 128  # weight rows of a block
 PARTS = 8  # packed tiles of 16 of them
@@ -160,20 +158,32 @@ def next_stage(stage: Any, phase: Any, stages: Any) -> Any:
 
 
 @inline
-def fragments(weights: Any, half: Any, codes: Any, scales: Any, group: Any, wide: Any, lane: Any) -> Any:
-    """Eight A registers of 32 columns: those of `half` of a stage, whose first group of 32 in its chunk is `group`.
+def packed_stage(weights: Any, codes: Any, scales: Any, group: Any, wide: Any, lane: Any) -> Any:
+    """What a lane needs of a stage's 64 columns of this warp's packed tile: 8 words of codes, two words of scales.
 
-    codes and scales are the shared addresses of this warp's packed tile; wide: groups of a chunk.
+    codes and scales are the tile's shared addresses, `group` its first group of 32 in its chunk, which has `wide`.
     """
+    raw = regs(10, uint32(0))
+    if weights.name == "fp8":
+        raw[0:4] = lds_u32x4(uint32(codes + lane * 16))
+        raw[4:8] = lds_u32x4(uint32(codes + 512 + lane * 16))
+        raw[8] = lds_u16(uint32(scales + group))
+    if weights.name == "fp4":
+        at = uint32(scales + (lane >> 2) * 2 * wide + group)
+        raw[0:4] = lds_u32x4(uint32(codes + lane * 16))
+        raw[8] = lds_u16(at)
+        raw[9] = lds_u16(uint32(at + wide))
+    return (raw[0], raw[1], raw[2], raw[3], raw[4], raw[5], raw[6], raw[7], raw[8], raw[9])
+
+
+@inline
+def fragments(weights: Any, half: Any, raw: Any, codes: Any, lane: Any) -> Any:
+    """The eight A registers of 32 columns, one half of a stage; bf16 weights come straight from shared memory."""
     a = regs(8)
     if weights.name == "fp8":
-        factor = uint32((lds_u8(uint32(scales + group + half)) + FP8_SHIFT) * PAIR)
-        a = fp8x16_bf16(lds_u32x4(uint32(codes + half * 512 + lane * 16)), factor)
+        a = fp8x16_bf16(raw[4 * half : 4 * half + 4], fp8_multiplier[half](raw[8]))
     if weights.name == "fp4":
-        at = uint32(scales + (lane >> 2) * 2 * wide + group + half)
-        even = uint32((lds_u8(at) + FP4_SHIFT) * PAIR)
-        odd = uint32((lds_u8(uint32(at + wide)) + FP4_SHIFT) * PAIR)
-        a = fp4x16_bf16(lds_u32x2(uint32(codes + lane * 16 + half * 8)), even, odd)
+        a = fp4x16_bf16(raw[2 * half : 2 * half + 2], fp4_multiplier[half](raw[8]), fp4_multiplier[half](raw[9]))
     if weights.name == "bf16":
         a[0:4] = lds_u32x4(uint32(codes + half * 1024 + lane * 16))
         a[4:8] = lds_u32x4(uint32(codes + half * 1024 + 512 + lane * 16))
@@ -182,68 +192,68 @@ def fragments(weights: Any, half: Any, codes: Any, scales: Any, group: Any, wide
 
 @inline
 def multiply(
-    ring: Any, weights: Any, columns: Any, mm: Any, zero: Any, finish: Any, sm: Any, part: Any, lane: Any, steps: Any,
+    ring: Any, weights: Any, pair: Any, zero: Any, finish: Any, sm: Any, part: Any, lane: Any, columns: Any, steps: Any,
     shift: Any, stage: Any, phase: Any,
 ) -> Any:  # fmt: skip
     """A warpgroup's 64 weight rows (packed tile `part` is this warp's) by `columns` activation rows over all steps.
 
-    Returns the accumulators, the next stage and its phase; mm, zero and finish are what `products` gives. The registers of one half of a stage are made while the tensor core works on the other half.
+    Returns the accumulators, the next stage and its phase; pair, zero and finish are what `products` gives; columns has
+    to be uniform for the compiler. The registers of one half of a stage are made while the other half is multiplied.
     """
     bar = uint32(sm + ring.bars)
     codes = uint32(sm + ring.codes + part * weights.codes)
     scales = uint32(sm + ring.scales + part * weights.scales)
     wide = int32(2 << shift)
+    raw = regs(10)
     a = regs(8)
     b = regs(8)
-    acc = zero[columns]()
+    acc = zero()
     before = stage
     mbarrier_wait(uint32(bar + 8 * stage), uint32(phase))
     fence_async()
-    a = fragments(weights, 0, uint32(codes + stage * (PARTS * weights.codes)),
-                  uint32(scales + stage * (PARTS * weights.scales)), int32(0), wide, lane)  # fmt: skip
+    at = uint32(codes + stage * (PARTS * weights.codes))
+    raw = packed_stage(weights, at, uint32(scales + stage * (PARTS * weights.scales)), int32(0), wide, lane)
+    a = fragments(weights, 0, raw, at, lane)
     k = int32(0)
     while k < steps:
-        group = int32((k & ((1 << shift) - 1)) * 2)
         rows = int64(SWIZZLED_TILE) + (int64(uint32(sm + stage * (ring.rows * 128))) >> 4)
-        wgmma_fence()
-        acc = mm[columns]((a[0], a[1], a[2], a[3]), rows, int32(min(k, 1)), acc)
-        acc = mm[columns]((a[4], a[5], a[6], a[7]), rows + 2, int32(1), acc)
-        wgmma_commit()
+        acc = pair((a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7]), rows, int32(min(k, 1)), columns, acc)
         wgmma_wait_but_last()  # the stage before is read
         if k > 0 and lane == 0:
             mbarrier_arrive(uint32(bar + 8 * (ring.stages + before)))
-        b = fragments(weights, 1, uint32(codes + stage * (PARTS * weights.codes)),
-                      uint32(scales + stage * (PARTS * weights.scales)), group, wide, lane)  # fmt: skip
-        wgmma_fence()
-        acc = mm[columns]((b[0], b[1], b[2], b[3]), rows + 4, int32(1), acc)
-        acc = mm[columns]((b[4], b[5], b[6], b[7]), rows + 6, int32(1), acc)
-        wgmma_commit()
-        wgmma_wait_but_last()  # the registers of the first half are free
+        b = fragments(weights, 1, raw, at, lane)
+        acc = pair((b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7]), rows + 4, int32(1), columns, acc)
         before = stage
         stage, phase = next_stage(stage, phase, ring.stages)
         k = int32(k + 1)
+        at = uint32(codes + stage * (PARTS * weights.codes))
         if k < steps:
             mbarrier_wait(uint32(bar + 8 * stage), uint32(phase))
             fence_async()
-            ahead = int32((k & ((1 << shift) - 1)) * 2)
-            a = fragments(weights, 0, uint32(codes + stage * (PARTS * weights.codes)),
-                          uint32(scales + stage * (PARTS * weights.scales)), ahead, wide, lane)  # fmt: skip
-    acc = finish[columns](acc)
+            raw = packed_stage(weights, at, uint32(scales + stage * (PARTS * weights.scales)),
+                               int32((k & ((1 << shift) - 1)) * 2), wide, lane)  # fmt: skip
+        wgmma_wait_but_last()  # the registers of the first half are free
+        if weights.name == "bf16":
+            if k < steps:
+                a = fragments(weights, 0, raw, at, lane)
+        else:  # after the last stage nobody uses them
+            a = fragments(weights, 0, raw, at, lane)
+    acc = finish(acc)
     if lane == 0:
         mbarrier_arrive(uint32(bar + 8 * (ring.stages + before)))
     return acc, stage, phase
 
 
 @inline
-def turn(acc: Any, first: Any, rows: Any, tile: Any, part: Any, lane: Any) -> None:
-    """32 or 64 rows of an accumulator, from column `first`, to shared memory as bf16 [row][64 outputs], swizzled.
+def turn(acc: Any, first: Any, tile: Any, part: Any, lane: Any) -> None:
+    """64 rows of an accumulator, from column `first`, to shared memory as bf16 [row][64 outputs], swizzled.
 
     16-byte piece c of row r lies at tile + r * 128 + ((c ^ (r & 7)) << 4). `part` is the warp's number in its group.
     """
     r8 = int32(lane & 7)
     piece = int32(2 * part + ((lane >> 3) & 1))
     at = uint32(tile + (r8 + ((lane >> 4) & 1) * 8) * 128 + ((piece ^ r8) << 4))
-    for j in unroll(0, rows // 8, 2):
+    for j in unroll(0, 8, 2):
         stmatrix_x4_trans(
             uint32(at + j * 1024),
             (
@@ -261,10 +271,6 @@ def group_barrier(crew: Any) -> None:
     sync_named(uint32(1 + crew), uint32(128))
 
 
-def products(*widths: int) -> tuple[dict[int, Any], dict[int, Any], dict[int, Any]]:
-    """The operations of tiles of so many activation rows: products, zero accumulators, waits."""
-    return (
-        {n: wgmma_registers(n, False) for n in widths},
-        {n: zeros(n // 2) for n in widths},
-        {n: wgmma_wait(n // 2) for n in widths},
-    )
+def products(most: int) -> tuple[Any, Any, Any]:
+    """The operations of tiles of up to `most` activation rows: two products, zero accumulators, wait."""
+    return wgmma_pair(tuple(range(16, most + 1, 8))), zeros(most // 2), wgmma_wait(most // 2)

@@ -8,8 +8,8 @@ order and in the order of the plan, so that an expert's rows lie together; y bf1
 whoever reads it adds a row's slots in ascending order, the shared expert last. Pairs that the plan leaves out are not
 written. Packed weights and `chunk` are those of experts.py. Plan: plan.py.
 
-An expert's rows are cut into equal tiles of up to 256 rows, rounded up to the next of WIDTHS. A tile has 128 weight
-rows: for gate_up two runs of 2 gate and 2 up tiles (64 channels), one a warpgroup.
+An expert's rows are cut into equal tiles of up to MOST rows. A tile has 128 weight rows: for gate_up two runs of 2 gate
+and 2 up tiles (64 channels), one a warpgroup.
 
 Reference: dsuf.ops.expert.experts_sum (its parts before they are summed). Operations: 6 D I a pair.
 """
@@ -51,38 +51,37 @@ from dsuf.kernels.ptx.convert import (
     round_bf16,
     ue8m0,
 )
+from dsuf.kernels.ptx.fragments import quotient
 from dsuf.kernels.ptx.memory import ldg_f32, ldg_u32, lds_u32x4, shared_base, stg_u32, stg_u32x4
 from dsuf.kernels.ptx.op import HOPPER
 from dsuf.kernels.ptx.sync import (
     block_count,
     block_index,
-    give_half_registers,
+    give_some_registers,
     let_next_kernel_start,
-    take_half_registers,
+    take_most_registers,
     thread_index,
     wait_for_previous_kernel,
+    warp_min_u32,
 )
 from dsuf.kernels.quantise import inverse_scale, max_over, q8_exponent
 from dsuf.ops.expert import experts_sum
 
 SM_COUNT = 132
 PLAN_BYTES = 8 * (MOST_EXPERTS + 1)
-WIDTHS = (64, 96, 128, 160, 192, 224, 256)
-STAGES = 5
+MOST, STAGES = 256, 5
 
 
 @inline
 def hidden_rows(
-    tile: Any, t: Any, rows: Any, first: Any, left: Any, order: Any, weights: Any, h: Any, i: Any, channel: Any,
-    limit: Any,
+    tile: Any, t: Any, first: Any, left: Any, order: Any, weights: Any, h: Any, i: Any, channel: Any, limit: Any
 ) -> None:  # fmt: skip
-    """Finished channels `channel` .. + 31 of `rows` rows that stand in a turning tile: 4 lanes a row, 8 channels each.
+    """Finished channels `channel` .. + 31 of 64 rows that stand in a turning tile: 4 lanes a row, 8 channels each.
 
     first: position of row 0 in the plan's order, left: how many rows are real.
     """
     octet = int32(t & 3)
-    for r in unroll(0, rows, 32):
-        row = int32(r + (t >> 2))
+    for row in range(t >> 2, 64, 32):
         at = uint32(tile + row * 128)
         gate = lds_u32x4(uint32(at + ((octet ^ (row & 7)) << 4)))
         up = lds_u32x4(uint32(at + (((4 + octet) ^ (row & 7)) << 4)))
@@ -109,30 +108,24 @@ def hidden_rows(
 
 
 @inline
-def scatter(tile: Any, t: Any, rows: Any, first: Any, left: Any, order: Any, y: Any, d: Any, n: Any) -> None:
-    """Outputs n .. n + 63 of `rows` rows that stand in a turning tile, each to its pair's row of y."""
+def scatter(tile: Any, t: Any, first: Any, left: Any, order: Any, y: Any, d: Any, n: Any) -> None:
+    """Outputs n .. n + 63 of 64 rows that stand in a turning tile, each to its pair's row of y."""
     piece = int32(t & 7)
     r = int32(t >> 3)
     at = uint32(tile + r * 128 + ((piece ^ (r & 7)) << 4))
-    for i in unroll(rows // 16):
+    for i in unroll(4):
         row = int32(16 * i + r)
         if row < left and n + piece * 8 < d:
             pair = int64(ldg_u32(order + int64(first + row) * 4))
             stg_u32x4(y + (pair * d + n + piece * 8) * 2, lds_u32x4(uint32(at + i * 2048)))
 
 
-def grain_of(widths: tuple[int, ...]) -> int:
-    """Rows by which widths grow."""
-    return widths[-1] - widths[-2] if len(widths) > 1 else widths[0]
+def make_gate_up(*, most: int, stages: int) -> Kernel:
+    """most: rows of a tile, a multiple of 64 up to 256."""
+    RING = Ring.of(FP4, most, stages, 2 * TURN + PLAN_BYTES)
+    pair, zero, finish = products(most)
 
-
-def make_gate_up(*, widths: tuple[int, ...], stages: int) -> Kernel:
-    """widths: rows of a tile, multiples of 32 in ascending order, the last 256 at most."""
-    RING = Ring.of(FP4, widths[-1], stages, 2 * TURN + PLAN_BYTES)
-    MOST, GRAIN = widths[-1], grain_of(widths)
-    mm, zero, finish = products(*widths)
-
-    @kernel(threads=THREADS, grid=(SM_COUNT,), shared=RING.size, name=f"grouped_gate_up_{len(widths)}_s{stages}")
+    @kernel(threads=THREADS, grid=(SM_COUNT,), shared=RING.size, name=f"grouped_gate_up_{most}_s{stages}")
     def gate_up(
         w: s64, x: s64, offsets: s64, order: s64, weights: s64, h: s64, experts: s32, top: s32, d: s32, i: s32,
         limit: f32, chunk: s32,
@@ -144,70 +137,68 @@ def make_gate_up(*, widths: tuple[int, ...], stages: int) -> Kernel:
             start_barriers(uint32(sm + RING.bars), stages)
         wait_for_previous_kernel()
         let_next_kernel_start()
-        jobs = read_plan(plan, offsets, experts, MOST, tid, THREADS)
+        jobs = read_plan(plan, offsets, experts, most, tid, THREADS)
         across = int32((i + 63) >> 6)
         tiles = int32(jobs * across)
         shift = int32(chunk >> 7)
         steps = int32(d >> 6)
-        number = int32(block_index())
-        blocks = int32(block_count())
         stage = int32(0)
         phase = int32(0)
-        if tid < 128:
-            give_half_registers()
+        role = int32(warp_min_u32(uint32(tid >> 7)))  # for the compiler: uniform
+        if role == 0:
+            give_some_registers()
+            number = int32(block_index())
             scale_bytes = int32(chunk >> 1)
             size = int32(chunk * 8 + scale_bytes)
             last = int32((i >> 5) - 1)
-            rows = regs(MOST // 16)
+            rows = regs(most // 16)
             mine, _ = copy_of(tid, FP4)
             while number < tiles:
-                job = int32(number // across)
+                job = quotient(number, across)
                 place = int32(number - job * across)
-                expert, first, count = job_of(plan, job, experts, GRAIN)
-                for j in unroll(MOST // 16):
+                expert, first, count = job_of(plan, job, experts)
+                for j in unroll(most // 16):
                     at = int32(first + min((tid >> 3) + 16 * j, count - 1))
-                    rows[j] = uint32(int32(ldg_u32(order + int64(at) * 4)) // top * (d * 2))
+                    rows[j] = uint32(quotient(int32(ldg_u32(order + int64(at) * 4)), top) * (d * 2))
                 item = int32(min(place * 2 + (mine >> 2), last))
                 base = w + ((int64(expert) * (last + 1) + item) * int64(steps >> shift) * 4 + (mine & 3)) * size
                 if tid >= 64:
                     base = base + chunk * 8
                 source = x + (tid & 7) * 16
-                pieces = int32(max((count + GRAIN - 1) // GRAIN * (GRAIN // 16), widths[0] // 16))
+                pieces = int32((count + 15) >> 4)
                 stage, phase = produce(RING, FP4, sm, tid, steps, shift, source, rows, pieces, base, int32(4 * size),
                                        scale_bytes, stage, phase)  # fmt: skip
-                number = int32(number + blocks)
+                number = int32(number + block_count())
         else:
-            take_half_registers()
-            crew = int32((tid >> 7) - 1)
+            take_most_registers()
+            number = int32(block_index())
+            crew = int32(role - 1)
             t = int32(tid & 127)
             part = int32(t >> 5)
             tile = uint32(sm + RING.rest + crew * TURN)
             while number < tiles:
-                job = int32(number // across)
+                job = quotient(number, across)
                 channel = int32((number - job * across) * 64 + crew * 32)
-                expert, first, count = job_of(plan, job, experts, GRAIN)
-                for v in unroll(len(widths)):
-                    if count > (widths[v - 1] if v > 0 else 0) and count <= widths[v]:
-                        acc, stage, phase = multiply(RING, FP4, widths[v], mm, zero, finish, sm, int32(crew * 4 + part),
-                                                     int32(t & 31), steps, shift, stage, phase)  # fmt: skip
-                        for q in unroll(0, widths[v], 64):
-                            turn(acc, q, min(64, widths[v] - q), tile, part, int32(t & 31))
-                            group_barrier(crew)
-                            hidden_rows(tile, t, min(64, widths[v] - q), int32(first + q), int32(count - q), order,
-                                        weights, h, i, channel, limit)  # fmt: skip
-                            group_barrier(crew)
-                number = int32(number + blocks)
+                expert, first, count = job_of(plan, job, experts)
+                acc, stage, phase = multiply(RING, FP4, pair, zero, finish, sm, int32(crew * 4 + part), int32(t & 31),
+                                             count, steps, shift, stage, phase)  # fmt: skip
+                for q in unroll(0, most, 64):
+                    if q < count:
+                        turn(acc, q, tile, part, int32(t & 31))
+                        group_barrier(crew)
+                        hidden_rows(tile, t, int32(first + q), int32(count - q), order, weights, h, i, channel, limit)
+                        group_barrier(crew)
+                number = int32(number + block_count())
 
     return gate_up
 
 
-def make_down(*, widths: tuple[int, ...], stages: int) -> Kernel:
+def make_down(*, most: int, stages: int) -> Kernel:
     """The same for the second product."""
-    RING = Ring.of(FP4, widths[-1], stages, 2 * TURN + PLAN_BYTES)
-    MOST, GRAIN = widths[-1], grain_of(widths)
-    mm, zero, finish = products(*widths)
+    RING = Ring.of(FP4, most, stages, 2 * TURN + PLAN_BYTES)
+    pair, zero, finish = products(most)
 
-    @kernel(threads=THREADS, grid=(SM_COUNT,), shared=RING.size, name=f"grouped_down_{len(widths)}_s{stages}")
+    @kernel(threads=THREADS, grid=(SM_COUNT,), shared=RING.size, name=f"grouped_down_{most}_s{stages}")
     def down(
         w: s64, h: s64, offsets: s64, order: s64, y: s64, experts: s32, d: s32, i: s32, chunk: s32
     ) -> None:  # fmt: skip
@@ -218,57 +209,57 @@ def make_down(*, widths: tuple[int, ...], stages: int) -> Kernel:
             start_barriers(uint32(sm + RING.bars), stages)
         wait_for_previous_kernel()
         let_next_kernel_start()
-        jobs = read_plan(plan, offsets, experts, MOST, tid, THREADS)
+        jobs = read_plan(plan, offsets, experts, most, tid, THREADS)
         across = int32((d + 127) >> 7)
         tiles = int32(jobs * across)
         shift = int32(chunk >> 7)
         steps = int32(i >> 6)
-        number = int32(block_index())
-        blocks = int32(block_count())
         stage = int32(0)
         phase = int32(0)
-        if tid < 128:
-            give_half_registers()
+        role = int32(warp_min_u32(uint32(tid >> 7)))  # for the compiler: uniform
+        if role == 0:
+            give_some_registers()
+            number = int32(block_index())
             scale_bytes = int32(chunk >> 1)
             size = int32(chunk * 8 + scale_bytes)
             last = int32((d >> 4) - 1)
-            rows = regs(MOST // 16)
+            rows = regs(most // 16)
             mine, _ = copy_of(tid, FP4)
             while number < tiles:
-                job = int32(number // across)
+                job = quotient(number, across)
                 place = int32(number - job * across)
-                expert, first, count = job_of(plan, job, experts, GRAIN)
-                for j in unroll(MOST // 16):
+                expert, first, count = job_of(plan, job, experts)
+                for j in unroll(most // 16):
                     rows[j] = uint32((first + min((tid >> 3) + 16 * j, count - 1)) * (i * 2))
                 part = int32(min(place * PARTS + mine, last))
                 base = w + (int64(expert) * (last + 1) + part) * (int64(steps >> shift) * size)
                 if tid >= 64:
                     base = base + chunk * 8
                 source = h + (tid & 7) * 16
-                pieces = int32(max((count + GRAIN - 1) // GRAIN * (GRAIN // 16), widths[0] // 16))
+                pieces = int32((count + 15) >> 4)
                 stage, phase = produce(RING, FP4, sm, tid, steps, shift, source, rows, pieces, base, size, scale_bytes,
                                        stage, phase)  # fmt: skip
-                number = int32(number + blocks)
+                number = int32(number + block_count())
         else:
-            take_half_registers()
-            crew = int32((tid >> 7) - 1)
+            take_most_registers()
+            number = int32(block_index())
+            crew = int32(role - 1)
             t = int32(tid & 127)
             part = int32(t >> 5)
             tile = uint32(sm + RING.rest + crew * TURN)
             while number < tiles:
-                job = int32(number // across)
+                job = quotient(number, across)
                 n = int32((number - job * across) * TILE_ROWS + crew * 64)
-                expert, first, count = job_of(plan, job, experts, GRAIN)
-                for v in unroll(len(widths)):
-                    if count > (widths[v - 1] if v > 0 else 0) and count <= widths[v]:
-                        acc, stage, phase = multiply(RING, FP4, widths[v], mm, zero, finish, sm, int32(crew * 4 + part),
-                                                     int32(t & 31), steps, shift, stage, phase)  # fmt: skip
-                        for q in unroll(0, widths[v], 64):
-                            turn(acc, q, min(64, widths[v] - q), tile, part, int32(t & 31))
-                            group_barrier(crew)
-                            scatter(tile, t, min(64, widths[v] - q), int32(first + q), int32(count - q), order, y, d, n)
-                            group_barrier(crew)
-                number = int32(number + blocks)
+                expert, first, count = job_of(plan, job, experts)
+                acc, stage, phase = multiply(RING, FP4, pair, zero, finish, sm, int32(crew * 4 + part), int32(t & 31),
+                                             count, steps, shift, stage, phase)  # fmt: skip
+                for q in unroll(0, most, 64):
+                    if q < count:
+                        turn(acc, q, tile, part, int32(t & 31))
+                        group_barrier(crew)
+                        scatter(tile, t, int32(first + q), int32(count - q), order, y, d, n)
+                        group_barrier(crew)
+                number = int32(number + block_count())
 
     return down
 
@@ -280,7 +271,7 @@ def entries(width: Width) -> list[Entry]:
     spec, rows = width.spec, 4096
     d, i, pairs = spec.hidden_size, spec.moe_intermediate_size, rows * spec.num_experts_per_tok
     matrix = spec.n_routed_experts * (d * i // 2 + d * i // 32)
-    shape = {"widths": WIDTHS, "stages": STAGES}
+    shape = {"most": MOST, "stages": STAGES}
     return [
         Entry("grouped.gate_up", make_gate_up, shape, HOPPER, experts_sum, 2 * matrix, 4 * pairs * d * i),
         Entry("grouped.down", make_down, shape, HOPPER, experts_sum, matrix, 2 * pairs * d * i),

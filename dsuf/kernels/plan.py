@@ -19,6 +19,7 @@ from typing import Any
 from dsuf.kernels.catalogue import Entry, Width
 from dsuf.kernels.lang import Kernel, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
 from dsuf.kernels.ptx.convert import popc
+from dsuf.kernels.ptx.fragments import quotient
 from dsuf.kernels.ptx.memory import ldg_u32, lds_u32, shared_base, stg_u32, sts_u32
 from dsuf.kernels.ptx.op import ALL_CHIPS
 from dsuf.kernels.ptx.sync import (
@@ -30,11 +31,12 @@ from dsuf.kernels.ptx.sync import (
     sync_threads,
     thread_index,
     wait_for_previous_kernel,
+    warp_min_u32,
     warp_sum_u32,
 )
 from dsuf.ops.expert import Dispatch
 
-MOST_EXPERTS = 512
+MOST_EXPERTS, SEARCH = 512, 9  # and its logarithm
 WARPS = 8
 STEP = 128  # pairs of a warp's turn
 
@@ -54,7 +56,7 @@ def read_plan(plan: Any, offsets: Any, experts: Any, most: Any, tid: Any, thread
         for first in range(0, experts, 32):
             e = int32(min(first + tid, experts - 1))
             count = int32(int32(lds_u32(uint32(plan + e * 4 + 4))) - int32(lds_u32(uint32(plan + e * 4))))
-            sum_ = int32((count + most - 1) // most if first + tid < experts else 0)
+            sum_ = int32(quotient(int32(count + most - 1), most) if first + tid < experts else 0)
             for j in unroll(5):
                 other = int32(shuffle_up_u32(uint32(sum_), uint32(1 << j)))
                 sum_ = int32(sum_ + (other if tid >= (1 << j) else 0))
@@ -64,27 +66,25 @@ def read_plan(plan: Any, offsets: Any, experts: Any, most: Any, tid: Any, thread
         if tid == 0:
             sts_u32(tiles, uint32(0))
     sync_threads()
-    return int32(lds_u32(uint32(tiles + experts * 4)))
+    return int32(warp_min_u32(lds_u32(uint32(tiles + experts * 4))))  # so that the compiler knows it is uniform
 
 
 @inline
-def job_of(plan: Any, job: Any, experts: Any, grain: Any) -> Any:
-    """(expert, position of the first row, rows) of a tile; an expert's tiles have equally many, in steps of `grain`."""
+def job_of(plan: Any, job: Any, experts: Any) -> Any:
+    """(expert, position of the first row, rows) of a tile; an expert's tiles have equally many, in steps of 8."""
     tiles = uint32(plan + 4 * (MOST_EXPERTS + 1))
-    low = int32(0)
-    high = experts
-    while high - low > 1:  # tiles[low] <= job < tiles[high]
-        middle = int32((low + high) >> 1)
-        below = int32(1 if int32(lds_u32(uint32(tiles + middle * 4))) <= job else 0)
-        low = int32(middle if below == 1 else low)
-        high = int32(high if below == 1 else middle)
+    low = int32(0)  # the last expert whose first tile is not behind this one; no branches, so that control is uniform
+    for j in unroll(SEARCH):
+        middle = int32(min(low + (MOST_EXPERTS >> (j + 1)), experts - 1))
+        low = int32(middle if int32(lds_u32(uint32(tiles + middle * 4))) <= job else low)
     begin = int32(lds_u32(uint32(tiles + low * 4)))
     number = int32(int32(lds_u32(uint32(tiles + low * 4 + 4))) - begin)
     first = int32(lds_u32(uint32(plan + low * 4)))
     count = int32(int32(lds_u32(uint32(plan + low * 4 + 4))) - first)
-    each = int32(((count + number - 1) // number + grain - 1) // grain * grain)
+    each = int32((quotient(int32(count + number - 1), number) + 7) & ~7)
     skipped = int32((job - begin) * each)
-    return low, int32(first + skipped), int32(min(each, count - skipped))
+    rows = int32(warp_min_u32(uint32(min(each, count - skipped))))  # for the compiler: uniform
+    return low, int32(first + skipped), rows
 
 
 def make() -> Kernel:

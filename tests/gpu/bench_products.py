@@ -4,8 +4,8 @@
     there   python3 tests/gpu/bench_products.py run DIR OUT.json [--only dense,grouped] [--rows 4096]
 
 The GPU machine needs torch, numpy, ml_dtypes, cuda-core and cuda-bindings; nothing of Numba. Correct first: fresh
-random operands, poisoned outputs, float64 products of decoded operands. A figure is the median of groups of launches; ours and
-cuBLAS's alternate, so that both meet the same clocks.
+random operands, poisoned outputs, float64 products of decoded operands. A figure is the median of groups of launches;
+ours and cuBLAS's alternate, so that both meet the same clocks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from dsuf.kernels import dense, pack
+from dsuf import formats
+from dsuf.kernels import dense, grouped, pack, plan
+from dsuf.kernels.experts import GATE_UP_CHUNK
 from dsuf.kernels.launch import Cubin, Launcher, read_folder, write_folder
 
 CHIP = "sm_90a"
@@ -35,15 +37,17 @@ SHAPES = {
 SMALL = {"gate": (384, 5120), "compressor": (1024, 5120), "index_weights": (32, 5120), "square_bf16": (4096, 4096)}
 
 
-def dense_variants() -> dict[str, dict[str, Any]]:
+def variants() -> dict[str, Any]:
     """Kernels to compare, by name."""
-    found = {f"dense.{kind}": {"kind": kind, **shape} for kind, shape in dense.SHAPES.items()}
-    base = found["dense.fp8"]
-    found["dense.fp8/s4"] = {**base, "stages": 4}
-    found["dense.fp8/g4"] = {**base, "span": 4}
-    found["dense.fp8/g16"] = {**base, "span": 16}
-    found["dense.fp8/c192"] = {**base, "columns": 192}
-    found["dense.plain"] = {"kind": "bf16", "wide": False, "columns": 256, "stages": 4, "span": 8}
+    found: dict[str, Any] = {}
+    for kind, shape in dense.SHAPES.items():
+        found[f"dense.{kind}"] = dense.make(kind=kind, **shape)
+    base = {"kind": "fp8", **dense.SHAPES["fp8"]}
+    found["dense.fp8/s4"] = dense.make(**{**base, "stages": 4})
+    found["dense.plain"] = dense.make(kind="bf16", wide=False, most=256, stages=4, span=8)
+    found["grouped.plan"] = plan.make()
+    found["grouped.gate_up"] = grouped.make_gate_up(most=grouped.MOST, stages=grouped.STAGES)
+    found["grouped.down"] = grouped.make_down(most=grouped.MOST, stages=grouped.STAGES)
     return found
 
 
@@ -52,8 +56,8 @@ def build(folder: Path) -> None:
     from dsuf.kernels.build import build as compile_kernel
 
     made = []
-    for name, shape in dense_variants().items():
-        built = compile_kernel(dense.make(**shape), CHIP, None)
+    for name, kernel in variants().items():
+        built = compile_kernel(kernel, CHIP, None)
         made.append(Cubin.of(name, built))
         print(name, built.facts.registers, built.facts.seconds)
     write_folder(folder, made)
@@ -211,6 +215,90 @@ def run_plain(gpu: Gpu, rows: int) -> list[dict[str, Any]]:
     return out
 
 
+D, INNER, TOP, LIMIT = 5120, 2304, 6, 10.0
+DISTINCT = 2  # experts with weights of their own; the others are copies, elsewhere in memory
+
+
+def expert_weights(gpu: Gpu, experts: int) -> tuple[Any, Any, list[list[Any]]]:
+    """Packed w13 and w2 of all experts, and the values of the distinct ones."""
+    rng, first, second, values = np.random.default_rng(), [], [], []
+    for _ in range(DISTINCT):
+        raw = [
+            (rng.integers(0, 256, (n, k // 2), np.uint8), rng.integers(118, 122, (n, k // 32), np.uint8))
+            for n, k in ((INNER, D), (INNER, D), (D, INNER))
+        ]
+        first.append(pack.interleave(*(pack.pack_fp4(*w, CHIP, GATE_UP_CHUNK) for w in raw[:2]), 2))
+        second.append(pack.pack_fp4(*raw[2], CHIP))
+        values.append([gpu.torch.from_numpy(formats.dequantise_fp4_rows(*w)).cuda().double() for w in raw])
+    packed = [gpu.put(np.stack(w)) for w in (first, second)]
+    w13, w2 = (p.repeat(experts // DISTINCT) for p in packed)
+    return w13, w2, values
+
+
+def run_grouped(gpu: Gpu, rows: int, experts: int) -> list[dict[str, Any]]:
+    """Routed experts with random routing; the products apart and together, beside cuBLAS's rate on a square."""
+    torch, pairs = gpu.torch, rows * TOP
+    w13, w2, values = expert_weights(gpu, experts)
+    x = q8_rows(gpu, rows, D)
+    ordered = gpu.ordered(x)
+    chosen = torch.rand(rows, experts, device="cuda").topk(TOP).indices.sort(dim=1).values.to(torch.int32).contiguous()
+    weights = torch.rand(pairs, device="cuda") + 0.1
+    offsets = torch.zeros(experts + 1, device="cuda", dtype=torch.int32)
+    order = torch.zeros(pairs, device="cuda", dtype=torch.int32)
+    h = torch.full((pairs, INNER), float("nan"), device="cuda", dtype=torch.bfloat16)
+    y = torch.full((pairs, D), float("nan"), device="cuda", dtype=torch.bfloat16)
+    chunks = pack.chunk_width(D, GATE_UP_CHUNK), pack.chunk_width(INNER)
+    make_plan = lambda: gpu.launch("grouped.plan", chosen, offsets, order, pairs, experts, grid=(experts, 1))  # noqa: E731
+    first = (w13, ordered, offsets, order, weights, h, experts, TOP, D, INNER, LIMIT, chunks[0])
+    second = (w2, h, offsets, order, y, experts, D, INNER, chunks[1])
+    make_plan()
+    gpu.launch("grouped.gate_up", *first)
+    gpu.launch("grouped.down", *second)
+    torch.cuda.synchronize()
+    flat = chosen.reshape(-1).long()
+    row: dict[str, Any] = {"product": "experts", "rows": rows, "experts": experts}
+    row["plan right"] = bool((order.long() == flat.sort(stable=True).indices).all())
+    worst_h = worst_y = 0.0
+    back = torch.empty(32, dtype=torch.long, device="cuda")
+    back[torch.from_numpy(ORDER).cuda()] = torch.arange(32, device="cuda")
+    for position in torch.randint(0, pairs, (200,)).tolist():
+        pair = int(order[position])
+        w1, w3, wd = values[int(flat[pair]) % DISTINCT]
+        one = x[pair // TOP].double()
+        gate, up = ((w @ one).to(torch.bfloat16).double() for w in (w1, w3))
+        gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+        expected = gate / (1 + torch.exp(-gate)) * up * weights[pair].double()
+        got = h[position].reshape(-1, 32)[:, back].reshape(-1).double()
+        step = expected.reshape(-1, 32).abs().amax(1).repeat_interleave(32) * 2.0**-8
+        worst_h = max(worst_h, float(((got - expected).abs() / (2.0**-4 * expected.abs() * 1.02 + step)).max()))
+        worst_y = max(worst_y, error(gpu, y[pair], wd @ got))
+    row |= {"hidden error (1 is a step)": worst_h, "error": worst_y, "all written": not bool(y.isnan().any())}
+    some = x[:4096, :].contiguous()
+    calls = {
+        "gate_up": lambda: gpu.launch("grouped.gate_up", *first), "down": lambda: gpu.launch("grouped.down", *second),
+        "plan": make_plan, "square": lambda: torch.matmul(some, some.T),
+    }  # fmt: skip
+    flops = {
+        "gate_up": 4.0 * pairs * D * INNER,
+        "down": 2.0 * pairs * D * INNER,
+        "plan": 1.0,
+        "square": 2.0 * len(some) ** 2 * D,
+    }
+    milliseconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(7):
+        for name, call in calls.items():
+            milliseconds[name].append(gpu.milliseconds(call, 3))
+    for name, taken in milliseconds.items():
+        middle = sorted(taken)[len(taken) // 2]
+        row[f"{name} ms"] = middle
+        row[f"{name} tflops"] = flops[name] / middle / 1e9
+    total = row["gate_up ms"] + row["down ms"] + row["plan ms"]
+    row |= {"total ms": total, "tflops": 6.0 * pairs * D * INNER / total / 1e9}
+    row["of bf16 rate"] = row["tflops"] / row["square tflops"]
+    show(row)
+    return [row]
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser()
@@ -219,7 +307,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, nargs="?")
     parser.add_argument("--rows", type=int, default=4096)
     parser.add_argument("--only", default="")
-    parser.add_argument("--parts", default="dense,plain")
+    parser.add_argument("--parts", default="plain,dense,grouped:4096x128,grouped:16384x384")
     options = parser.parse_args()
     if options.what == "build":
         build(options.folder)
@@ -232,6 +320,9 @@ def main() -> None:
                 found += run_dense(gpu, options.rows, options.only)
             if part == "plain":
                 found += run_plain(gpu, options.rows)
+            if part.startswith("grouped"):
+                rows, experts = part.removeprefix("grouped:").split("x")
+                found += run_grouped(gpu, int(rows), int(experts))
         finally:
             options.out.write_text(json.dumps(found, indent=1))
 

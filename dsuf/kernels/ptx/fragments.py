@@ -2,7 +2,7 @@
 
 Sixteen codes of a lane become the eight registers of two products of 16 columns. The bits of a code are placed in the
 fields of bf16, where they mean the value times 2^-120 (e4m3) or 2^-126 (e2m1), and one multiplication by a pair of bf16
-powers of two gives the weight: `(e + 120) * PAIR` and `(e + 126) * PAIR` for a scale of exponent byte e. That is exact
+powers of two gives the weight: `(e + 120) * PAIR` or `(e + 126) * PAIR` for a scale of exponent byte e. That is exact
 up to e = 134 and 128: fp8 scales up to 2^7, fp4 scales up to 2.
 """
 
@@ -13,10 +13,24 @@ from typing import Any
 import numpy as np
 
 from dsuf.kernels.ptx.convert import E2M1, E4M3, bf16_bits, float_of
-from dsuf.kernels.ptx.op import BLACKWELL, ptx, u32
+from dsuf.kernels.ptx.op import BLACKWELL, Op, ptx, u32
 
-PAIR = 0x00800080  # an exponent in both halves
 FP8_SHIFT, FP4_SHIFT = 120, 126
+PAIR = 0x00800080  # an exponent in both halves
+
+
+def _multiplier(name: str, byte: int, shift: int) -> Op:
+    def twin(scales: Any) -> Any:
+        return ((u32(scales) >> np.uint32(8 * byte) & np.uint32(255)).astype(np.int64) + shift) * PAIR
+
+    twin.__name__ = f"{name}_multiplier_{byte}"
+    text = f"{{.reg .b32 t; bfe.u32 t, <0>, {8 * byte}, 8; mad.lo.u32 <d>, t, {PAIR}, {shift * PAIR};}}"
+    return ptx("u32 = u32", text, pure=True)(twin)
+
+
+# byte i of a word of exponents as the multiplier of weights
+fp8_multiplier = tuple(_multiplier("fp8", i, FP8_SHIFT) for i in range(2))
+fp4_multiplier = tuple(_multiplier("fp4", i, FP4_SHIFT) for i in range(2))
 
 
 def _factor(multiplier: Any, shift: int) -> np.ndarray:
@@ -104,3 +118,9 @@ def fp4x16_bf16_nibbles(packed: Any, even: Any, odd: Any) -> Any:
 def opaque_address(address: Any) -> Any:
     """mov.b64 that the optimiser cannot see through: sums with it are not kept in registers from loop to loop"""
     return address
+
+
+@ptx("s32 = s32, s32", "div.s32 <d>, <0>, <1>;", pure=True)
+def quotient(a: Any, b: Any) -> Any:
+    """div.s32 of numbers that are not negative: Numba's // divides 64 bits, in a subroutine"""
+    return np.asarray(a, np.int64) // np.asarray(b, np.int64)
