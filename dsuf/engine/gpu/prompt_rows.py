@@ -11,6 +11,7 @@ last token is the first row of the decode path. Reference: dsuf.model.reference.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,7 +36,8 @@ class PromptRows:
     most_rows = MOST_ROWS
 
     def __init__(self, device: Device, model: Model, rows: Rows, slots: int) -> None:
-        self.device, self.model, self.rows = device, model, rows
+        self.device, self.rows = device, rows
+        self.model = replace(model, expert_counter=0, draft_expert_counter=0)  # counted are decode steps alone
         spec, w = model.spec, model.work
         d = spec.hidden_size
         self._carried = {  # parts of a decoder input row: (address in the workspace, bytes of a row)
