@@ -14,18 +14,20 @@ X bf16 [rows, 4, D], X' into another buffer (several clusters of a row read X); 
 bf16 [rows, D]; sums float32 [rows, 26] (24, sum of X'^2, unused); x bf16 [rows, D], codes e4m3 [rows, D], scales ue8m0
 [rows, scale_stride(D)]; fn float32 [24, 4 D]. slots FIRST: X is a fresh embedding and pre = (1, 0, 0, 0); FOLDED: the
 streams are taken as they are and folded with the coefficients of sums_in, after Engram changed them; both write no X'.
-tapped: the mean of the streams, bf16 [rows, D]; folded: u, bf16 [rows, D] (address 0: not wanted).
+tapped: the mean of the streams, bf16 [rows, D]; folded: u, bf16 [rows, D]; wide: 16 times the quantised row, f16
+[rows, D], what the experts read (address 0: not wanted).
 
 Reference: dsuf.ops.mixes (unfold, fold, mixes), ops.norm.rms_norm, ops.qdq.q8. Bytes: fn once from L2 for each row;
 streams and parts (8 + 8 + 2 slots) D a row.
 
 A cluster of blocks shares a row, each block D / blocks columns, a thread two columns of all four streams. The 24 rows
-of fn are what takes time, 250 KB a block if one cluster reads them all: `splits` clusters of a row each repeat the fold
-and read their share of fn, before the wait, into registers; the first alone writes what does not depend on fn.
+of fn are what takes time, 250 KB a block if one cluster reads them all: two clusters of a row each repeat the fold and
+read their share of fn, before the wait, into registers; the first alone writes what does not depend on fn. Beyond eight
+rows a cluster takes every eighth, over the same registers.
 
     hand-off                who writes          who waits               reused
     coefficients            warp 0              the block               never
-    warp sums, block sums   each warp, threads  the block, the cluster  never; the last cluster barrier keeps them alive
+    warp sums, block sums   each warp, threads  the block, the cluster  by the next row, after the last cluster barrier
 """
 
 from __future__ import annotations
@@ -40,10 +42,12 @@ from dsuf.kernels.ptx.convert import (
     bf16_low,
     bf16x2,
     e4m3x2,
+    e4m3x4_f16,
     exp2_approx,
     fabs,
     fma,
     fmax,
+    mul_f16x2,
     rcp_approx,
     rsqrt_approx,
 )
@@ -62,6 +66,7 @@ from dsuf.kernels.ptx.memory import (
     sts_f32,
 )
 from dsuf.kernels.ptx.sync import (
+    block_count,
     block_index,
     cluster_address,
     cluster_arrive,
@@ -74,12 +79,14 @@ from dsuf.kernels.ptx.sync import (
     thread_index,
     wait_for_previous_kernel,
 )
-from dsuf.kernels.quantise import inverse_scale, max_over, q8_exponent, sum_over
+from dsuf.kernels.quantise import inverse_scale, max_over, q8_exponent, sum_over, wide_scale
 from dsuf.kernels.stream import scale_stride
 from dsuf.ops.mixes import mixes
 
 STREAMS, ROWS_OF_FN, SUMS = 4, 24, 26
 FOLDED, FIRST = -1, -2  # `slots` where nothing is unfolded
+SPLITS, ROWS_AT_ONCE = 2, 8  # clusters of a row; rows whose blocks run beside each other
+MOST_ROWS, MOST_SLOTS = 48, 8  # of a launch; routed experts of a row
 LOG2_E = 1.4426950408889634
 WARP, GROUP_PAIRS = (1, 2, 4, 8, 16), (1, 2, 4, 8)  # lanes of a warp; lanes of one quantisation group
 
@@ -131,20 +138,17 @@ def coefficients(to: Any, sums: Any, scale: Any, base: Any, width: Any, rounds: 
         sts_f32(uint32(to + 32 + 4 * j), c[j])
 
 
-def clusters(d: int) -> tuple[int, int]:
-    """(blocks of a cluster, clusters of a row). 8 is the portable most; 4 splits leave 61 KB of fn a block."""
-    return min(8, d // 32), 4 if d >= 1024 else 2
+def grid(d: int, rows: int) -> int:
+    """Blocks of a launch."""
+    return cluster_of(d) * SPLITS * min(rows, ROWS_AT_ONCE)
 
 
-def blocks(d: int) -> int:
-    """Blocks of a row; the grid is that times the rows."""
-    cluster, splits = clusters(d)
-    return cluster * splits
+def cluster_of(d: int) -> int:
+    """Blocks that share a row; 8 is the portable most."""
+    return min(8, d // 32)
 
 
-def make(
-    *, d: int, rows: int, cluster: int, splits: int, most_slots: int, rounds: int, hc_eps: float, eps: float
-) -> Kernel:
+def make(*, d: int, cluster: int, splits: int, most_slots: int, rounds: int, hc_eps: float, eps: float) -> Kernel:
     """d a multiple of 32 * cluster, splits a divisor of 24, most_slots routed experts of a row at most."""
     COLUMNS, SCALES = d // cluster, scale_stride(d)
     PAIRS = COLUMNS // 2
@@ -152,164 +156,171 @@ def make(
     THREADS = WARPS * 32
     MINE, FLAT = ROWS_OF_FN // splits, STREAMS * d
     TOTALS = MINE + 2  # rows of fn, sum of X'^2, sum of u^2
-    AT_WARP, AT_BLOCK, AT_TOTAL = 96, 96 + 4 * TOTALS * WARPS, 96 + 4 * TOTALS * (WARPS + 1)
+    AT_WARP = 96 * -(-MOST_ROWS // ROWS_AT_ONCE)  # behind the coefficients of a cluster's rows
+    AT_BLOCK, AT_TOTAL = AT_WARP + 4 * TOTALS * WARPS, AT_WARP + 4 * TOTALS * (WARPS + 1)
 
     @kernel(
-        threads=THREADS, grid=(cluster * splits * rows,), shared=AT_TOTAL + 4 * TOTALS, cluster=cluster,
+        threads=THREADS, grid=(cluster * splits * ROWS_AT_ONCE,), shared=AT_TOTAL + 4 * TOTALS, cluster=cluster,
         name=f"seam_{d}",
     )  # fmt: skip
     def seam(
         parts: s64, slots: s32, last: s64, streams: s64, streams_out: s64, sums_in: s64, scale: s64, base: s64, fn: s64,
         g: s64, x: s64, codes: s64, scales: s64, sums_out: s64, tapped: s64, folded: s64,
+        wide: s64, rows: s32,
     ) -> None:  # fmt: skip
         tid = int32(thread_index())
         lane = int32(tid & 31)
         warp = int32(tid >> 5)
         rank = int32(cluster_rank())
-        row = int64(block_index() // (cluster * splits))
         split = int32(block_index() // cluster % splits)
-        sm = shared_base()
+        first = int32(block_index() // (cluster * splits))  # row of this cluster, and then every step-th
+        step = int32(block_count() // (cluster * splits))
+        shared = shared_base()
         column = int64(rank * COLUMNS + 2 * tid)
         mine = fn + (int64(split * MINE) * FLAT + (column if tid < PAIRS else int64(0))) * 4  # others hold zeros
         f = regs(8 * MINE)
         for i in unroll(4 * MINE):
             f[2 * i : 2 * i + 2] = ldg_u32x2(mine + (i // 4 * FLAT + i % 4 * d) * 4)  # a pure load would sink
-        if tid == 0:
+        if first + tid * step < rows:
+            to = uint32(shared + 96 * tid)
             if slots == FIRST:
                 for j in unroll(4):
-                    sts_f32(uint32(sm + 4 * j), 1.0 if j == 0 else 0.0)
+                    sts_f32(uint32(to + 4 * j), 1.0 if j == 0 else 0.0)
             else:
-                coefficients(sm, sums_in + row * (4 * SUMS), scale, base, FLAT, rounds, hc_eps, eps)
+                sums = sums_in + int64(first + tid * step) * (4 * SUMS)
+                coefficients(to, sums, scale, base, FLAT, rounds, hc_eps, eps)
         sync_threads()
         wait_for_previous_kernel()
         let_next_kernel_start()
-        at = streams + (row * FLAT + column) * 2
-        low = regs(4, 0.0)
-        high = regs(4, 0.0)
-        u0 = 0.0
-        u1 = 0.0
-        if tid < PAIRS:
-            for j in unroll(4):
-                pair = ldg_u32(at + j * (2 * d))
-                low[j] = bf16_low(pair)
-                high[j] = bf16_high(pair)
-            if slots >= 0:
-                pair = ldg_u32(last + (row * d + column) * 2)
-                if slots > 0:
-                    # all loads are asked for at once: a slot too many reads the last one again
-                    held = regs(most_slots)
-                    for j in unroll(most_slots):
-                        held[j] = ldg_u32(parts + ((row * slots + min(j, slots - 1)) * d + column) * 2)
-                    o0 = 0.0
-                    o1 = 0.0
-                    for j in unroll(most_slots):
-                        o0 = o0 + (bf16_low(held[j]) if j < slots else 0.0)
-                        o1 = o1 + (bf16_high(held[j]) if j < slots else 0.0)
-                    pair = bf16x2(o1 + bf16_high(pair), o0 + bf16_low(pair))
-                o0 = bf16_low(pair)
-                o1 = bf16_high(pair)
-                old = regs(8)
+        for index in range(first, rows, step):
+            row = int64(index)
+            of_row = uint32(shared + (index - first) // step * 96)
+            at = streams + (row * FLAT + column) * 2
+            low = regs(4, 0.0)
+            high = regs(4, 0.0)
+            u0 = 0.0
+            u1 = 0.0
+            if tid < PAIRS:
                 for j in unroll(4):
-                    old[j] = low[j]
-                    old[4 + j] = high[j]
-                for k in unroll(4):
-                    post = lds_f32(uint32(sm + 16 + 4 * k))
-                    n0 = post * o0
-                    n1 = post * o1
+                    pair = ldg_u32(at + j * (2 * d))
+                    low[j] = bf16_low(pair)
+                    high[j] = bf16_high(pair)
+                if slots >= 0:
+                    pair = ldg_u32(last + (row * d + column) * 2)
+                    if slots > 0:
+                        # all loads are asked for at once: a slot too many reads the last one again
+                        held = regs(most_slots)
+                        for j in unroll(most_slots):
+                            held[j] = ldg_u32(parts + ((row * slots + min(j, slots - 1)) * d + column) * 2)
+                        o0 = 0.0
+                        o1 = 0.0
+                        for j in unroll(most_slots):
+                            o0 = o0 + (bf16_low(held[j]) if j < slots else 0.0)
+                            o1 = o1 + (bf16_high(held[j]) if j < slots else 0.0)
+                        pair = bf16x2(o1 + bf16_high(pair), o0 + bf16_low(pair))
+                    o0 = bf16_low(pair)
+                    o1 = bf16_high(pair)
+                    old = regs(8)
                     for j in unroll(4):
-                        mix = lds_f32(uint32(sm + 32 + 16 * j + 4 * k))
-                        n0 = fma(mix, old[j], n0)
-                        n1 = fma(mix, old[4 + j], n1)
-                    pair = bf16x2(n1, n0)
-                    if split == 0:
-                        stg_u32(streams_out + (row * FLAT + column + k * d) * 2, pair)
-                    low[k] = bf16_low(pair)
-                    high[k] = bf16_high(pair)
-            for k in unroll(4):
-                pre = lds_f32(uint32(sm + 4 * k))
-                u0 = fma(pre, low[k], u0)
-                u1 = fma(pre, high[k], u1)
+                        old[j] = low[j]
+                        old[4 + j] = high[j]
+                    for k in unroll(4):
+                        post = lds_f32(uint32(of_row + 16 + 4 * k))
+                        n0 = post * o0
+                        n1 = post * o1
+                        for j in unroll(4):
+                            mix = lds_f32(uint32(of_row + 32 + 16 * j + 4 * k))
+                            n0 = fma(mix, old[j], n0)
+                            n1 = fma(mix, old[4 + j], n1)
+                        pair = bf16x2(n1, n0)
+                        if split == 0:
+                            stg_u32(streams_out + (row * FLAT + column + k * d) * 2, pair)
+                        low[k] = bf16_low(pair)
+                        high[k] = bf16_high(pair)
+                for k in unroll(4):
+                    pre = lds_f32(uint32(of_row + 4 * k))
+                    u0 = fma(pre, low[k], u0)
+                    u1 = fma(pre, high[k], u1)
+                pair = bf16x2(u1, u0)
+                u0 = bf16_low(pair)
+                u1 = bf16_high(pair)
+                if split == 0:
+                    if folded != 0:
+                        stg_u32(folded + (row * d + column) * 2, pair)
+                    if tapped != 0:
+                        mean0 = ((low[0] + low[1]) + low[2] + low[3]) * 0.25
+                        mean1 = ((high[0] + high[1]) + high[2] + high[3]) * 0.25
+                        stg_u32(tapped + (row * d + column) * 2, bf16x2(mean1, mean0))
+            # products with fn, the squares of the streams, those of u: over the warp, then the block, then the cluster
+            totals = regs(TOTALS)
+            for i in unroll(TOTALS):
+                s = 0.0
+                if i < MINE:
+                    for j in unroll(4):
+                        s = fma(as_float(f[8 * i + 2 * j]), low[j], s)
+                        s = fma(as_float(f[8 * i + 2 * j + 1]), high[j], s)
+                if i == MINE:
+                    for j in unroll(4):
+                        s = fma(low[j], low[j], s)
+                        s = fma(high[j], high[j], s)
+                if i == MINE + 1:
+                    s = fma(u1, u1, u0 * u0)
+                totals[i] = sum_over(s, WARP)
+            if lane == 0:
+                for i in unroll(TOTALS):
+                    sts_f32(uint32(shared + AT_WARP + (warp * TOTALS + i) * 4), totals[i])
+            sync_threads()
+            if tid < TOTALS:
+                s = lds_f32(uint32(shared + AT_WARP + tid * 4))
+                for w in unroll(1, WARPS):
+                    s = s + lds_f32(uint32(shared + AT_WARP + (w * TOTALS + tid) * 4))
+                sts_f32(uint32(shared + AT_BLOCK + tid * 4), s)
+            sync_threads()
+            cluster_arrive()
+            cluster_wait()
+            if tid < TOTALS:
+                own = uint32(shared + AT_BLOCK + tid * 4)
+                s = ld_cluster_f32(cluster_address(own, uint32(0)))
+                for b in unroll(1, cluster):
+                    s = s + ld_cluster_f32(cluster_address(own, uint32(b)))
+                sts_f32(uint32(shared + AT_TOTAL + tid * 4), s)
+                if rank == 0 and tid < MINE:
+                    stg_f32(sums_out + (row * SUMS + split * MINE + tid) * 4, s)
+                if rank == 0 and split == 0 and tid >= MINE:
+                    stg_f32(sums_out + (row * SUMS + ROWS_OF_FN - MINE + tid) * 4, s)
+            sync_threads()
+            cluster_arrive()
+            inverse = rsqrt_approx(lds_f32(uint32(shared + AT_TOTAL + 4 * (TOTALS - 1))) * (1.0 / d) + eps)
+            if tid < PAIRS:
+                w = ldw_u32(g + column * 2)
+                u0 = u0 * inverse * bf16_low(w)
+                u1 = u1 * inverse * bf16_high(w)
             pair = bf16x2(u1, u0)
             u0 = bf16_low(pair)
             u1 = bf16_high(pair)
-            if split == 0:
-                if folded != 0:
-                    stg_u32(folded + (row * d + column) * 2, pair)
-                if tapped != 0:
-                    mean0 = ((low[0] + low[1]) + low[2] + low[3]) * 0.25
-                    mean1 = ((high[0] + high[1]) + high[2] + high[3]) * 0.25
-                    stg_u32(tapped + (row * d + column) * 2, bf16x2(mean1, mean0))
-        # products with fn, the squares of the streams, those of u: over the warp, then the block, then the cluster
-        totals = regs(TOTALS)
-        for i in unroll(TOTALS):
-            s = 0.0
-            if i < MINE:
-                for j in unroll(4):
-                    s = fma(as_float(f[8 * i + 2 * j]), low[j], s)
-                    s = fma(as_float(f[8 * i + 2 * j + 1]), high[j], s)
-            if i == MINE:
-                for j in unroll(4):
-                    s = fma(low[j], low[j], s)
-                    s = fma(high[j], high[j], s)
-            if i == MINE + 1:
-                s = fma(u1, u1, u0 * u0)
-            totals[i] = sum_over(s, WARP)
-        if lane == 0:
-            for i in unroll(TOTALS):
-                sts_f32(uint32(sm + AT_WARP + (warp * TOTALS + i) * 4), totals[i])
-        sync_threads()
-        if tid < TOTALS:
-            s = lds_f32(uint32(sm + AT_WARP + tid * 4))
-            for w in unroll(1, WARPS):
-                s = s + lds_f32(uint32(sm + AT_WARP + (w * TOTALS + tid) * 4))
-            sts_f32(uint32(sm + AT_BLOCK + tid * 4), s)
-        sync_threads()
-        cluster_arrive()
-        cluster_wait()
-        if tid < TOTALS:
-            own = uint32(sm + AT_BLOCK + tid * 4)
-            s = ld_cluster_f32(cluster_address(own, uint32(0)))
-            for b in unroll(1, cluster):
-                s = s + ld_cluster_f32(cluster_address(own, uint32(b)))
-            sts_f32(uint32(sm + AT_TOTAL + tid * 4), s)
-            if rank == 0 and tid < MINE:
-                stg_f32(sums_out + (row * SUMS + split * MINE + tid) * 4, s)
-            if rank == 0 and split == 0 and tid >= MINE:
-                stg_f32(sums_out + (row * SUMS + ROWS_OF_FN - MINE + tid) * 4, s)
-        sync_threads()
-        cluster_arrive()
-        inverse = rsqrt_approx(lds_f32(uint32(sm + AT_TOTAL + 4 * (TOTALS - 1))) * (1.0 / d) + eps)
-        if tid < PAIRS:
-            w = ldw_u32(g + column * 2)
-            u0 = u0 * inverse * bf16_low(w)
-            u1 = u1 * inverse * bf16_high(w)
-        pair = bf16x2(u1, u0)
-        u0 = bf16_low(pair)
-        u1 = bf16_high(pair)
-        amax = max_over(fmax(fabs(u0), fabs(u1)), GROUP_PAIRS)
-        e = q8_exponent(amax)
-        up = inverse_scale(e)
-        if tid < PAIRS and split == 0:
-            stg_u32(x + (row * d + column) * 2, pair)
-            stg_u16(codes + (row * d + column), e4m3x2(u1 * up, u0 * up))
-            if lane & 15 == 0:
-                stg_u8(scales + (row * SCALES + (column >> 5)), e)
-        sync_warp()  # the cluster barrier wants whole warps
-        cluster_wait()
+            amax = max_over(fmax(fabs(u0), fabs(u1)), GROUP_PAIRS)
+            e = q8_exponent(amax)
+            up = inverse_scale(e)
+            if tid < PAIRS and split == 0:
+                stg_u32(x + (row * d + column) * 2, pair)
+                code = e4m3x2(u1 * up, u0 * up)
+                stg_u16(codes + (row * d + column), code)
+                if wide != 0:
+                    stg_u32(wide + (row * d + column) * 2, mul_f16x2(e4m3x4_f16(code)[0], wide_scale(e)))
+                if lane & 15 == 0:
+                    stg_u8(scales + (row * SCALES + (column >> 5)), e)
+            sync_warp()  # the cluster barrier wants whole warps
+            cluster_wait()
 
     return seam
-
-
-MOST_ROWS, MOST_SLOTS = 48, 8  # of the grid (a launch of fewer rows passes its own); routed experts of a row
 
 
 def entries(width: Width) -> list[Entry]:
     """One seam, for backbone and drafter and every place of it."""
     spec = width.spec
     d, slots = spec.hidden_size, min(MOST_SLOTS, max(spec.num_experts_per_tok, 4))
-    cluster, splits = clusters(d)
     shape = {
-        "d": d, "rows": MOST_ROWS, "cluster": cluster, "splits": splits, "most_slots": slots,
+        "d": d, "cluster": cluster_of(d), "splits": SPLITS, "most_slots": slots,
         "rounds": spec.hc_sinkhorn_iters, "hc_eps": spec.hc_eps, "eps": spec.rms_norm_eps,
     }  # fmt: skip
     nbytes = 4 * ROWS_OF_FN * STREAMS * d + MOST_ROWS * d * (16 + 2 * (slots + 1) + 3)

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from dsuf.kernels.lang import inline, uint32, unroll
-from dsuf.kernels.ptx.convert import as_bits, as_float, fmax
+from dsuf.kernels.ptx.convert import as_bits, as_float, f16x2, fmax
 from dsuf.kernels.ptx.sync import shuffle_xor_f32
 
 INVERSE_448 = float(np.float32(1 / 448))
 INVERSE_6 = float(np.float32(1 / 6))
+WIDE_SHIFT = 4  # quantised rows as f16: 2^4 times the value, exact for all but the smallest
 SMALLEST_Q8 = float(np.float32(1e-4))
 SMALLEST_Q4P = float(np.float32(6 * 2.0**-126))
 
@@ -39,6 +40,13 @@ def q4p_exponent(amax: Any) -> Any:
 def inverse_scale(exponent: Any) -> Any:
     """2^(127 - e), exact."""
     return as_float(uint32((254 - exponent) << 23))
+
+
+@inline
+def wide_scale(exponent: Any) -> Any:
+    """2^(e - 127 + WIDE_SHIFT) as a pair of f16: what turns e4m3 codes into a wide row."""
+    m = as_float(uint32((exponent + WIDE_SHIFT) << 23))
+    return f16x2(m, m)
 
 
 @inline

@@ -4,11 +4,14 @@
     out int32 [rows, k], ascending; number int32 [rows] = min(k, n)
 
 One of the k largest lies in one of the k blocks of largest best score (lowest block among equals), and these in the k
-best runs of 32 entries: a block with k better ones before it holds nothing that k entries do not beat. So a row takes
-three stages of at most 8 k values each, from `best32`, `best` (of blocks of 1 << block_shift) and `scores` of index.py,
-however long it is: up to 2^20 entries. A stage that holds no more than is wanted is skipped. Inside a stage the k-th
-largest is found by radix selection over eleven bits at a time, until all of a bin are wanted; then indices are written
-in order. Scores are compared as the unsigned numbers of the same order.
+best runs of 32 entries: a block with k better ones before it holds nothing that k entries do not beat. So a long row
+takes three stages, over `best32`, `best` (of blocks of 1 << block_shift) and `scores` of index.py, the later ones of
+8 k values at most: up to 2^20 entries. A row that is short enough goes to its scores at once.
+
+Inside a stage the k-th largest is found by radix selection, eleven bits at a time, over the span from the least to the
+largest value, until all of a bin are wanted; then indices are written in order. No value under the k-th largest of the
+stage before can be among the largest of the next, so its span starts there. Values are compared as the unsigned numbers
+of the same order.
 
     entries   candidates 0: n = (position + 1) >> shift, indices are entries
     mapped    n = what number_in blocks of candidates int32 [rows, kept] hold, less what the last has past the visible
@@ -16,10 +19,11 @@ in order. Scores are compared as the unsigned numbers of the same order.
     blocks    blocks_out not 0: after the entries also the blocks_kept best blocks, the newest forced in, into
               blocks_out int32 [rows, blocks_kept], ascending, and number_blocks int32 [rows] (the candidate source)
 
-Reference: dsuf.ops.index.largest, candidate_mask. Bytes: n / 8 scores' bytes and 8 k; latency decides. A block a row.
+Reference: dsuf.ops.index.largest, candidate_mask. Bytes: n / 8 values and 8 k; latency decides, and with it how many
+instructions a thread has beside its values: 256 threads a row take less time than 1,024.
 
     hand-off                       who writes   who waits    reused
-    keys, histogram, bin, counts   the block    the block    next pass or stage, after its barrier
+    keys, bins, found, counts      the block    the block    next pass or stage, after its barrier
     list of a stage                the block    the block    the stage after the next
 """
 
@@ -30,65 +34,73 @@ from typing import Any
 from dsuf.kernels.catalogue import Entry, Width
 from dsuf.kernels.lang import Kernel, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
 from dsuf.kernels.latents import MOST_ROWS
-from dsuf.kernels.ptx.convert import popc
+from dsuf.kernels.ptx.convert import as_float, count_leading_zeros, popc
 from dsuf.kernels.ptx.memory import (
     atom_add_shared,
-    ldg_f32,
     ldg_u32,
+    ldg_u32x4,
     lds_u32,
+    lds_u32x4,
     shared_base,
     stg_u32,
     sts_u32,
+    sts_u32x4,
 )
 from dsuf.kernels.ptx.sync import (
     ballot,
     block_index,
     let_next_kernel_start,
-    shuffle_u32,
     shuffle_up_u32,
     sync_threads,
     thread_index,
     wait_for_previous_kernel,
+    warp_max_u32,
+    warp_min_u32,
 )
 from dsuf.kernels.route import ordered
 from dsuf.ops.index import largest
 
 RUN_SHIFT, RUN = 5, 32  # entries under one value of best32
 MOST_RUNS, MOST_WANTED = 32768, 2048  # values of a stage; k and blocks_kept
-WARPS, AT_ONCE = 32, 4  # loads of a thread in flight
+DIRECT = 6144  # values that are looked at without a stage before
+WARPS, QUADS = 8, 4  # QUADS: loads of a thread in flight
 THREADS = 32 * WARPS
-DIGITS = ((21, 11), (10, 11), (0, 10))  # (shift, bits) of each pass
-BINS = 2048
+BINS, DIGIT = 2048, 11
+BINS_OF_THREAD = BINS // THREADS
+FIRST, FORCED = 0x7FFFFFFF, 0xFFFFFFFF  # bits that are no number, and their key: above all others
 AT_LIST = 4 * MOST_RUNS
 AT_BINS = AT_LIST + 8 * MOST_WANTED
-AT_COUNTS = AT_BINS + 4 * BINS  # one of each warp and round
-AT_WARPS = AT_COUNTS + 4 * THREADS
+AT_COUNTS = AT_BINS + 4 * BINS  # of each warp in each round of 256 keys
+AT_WARPS = AT_COUNTS + 4 * (MOST_RUNS // 32)
 AT_FOUND = AT_WARPS + 4 * WARPS
 SHARED = AT_FOUND + 16
-
-
-@inline
-def scan_warp(value: Any, lane: Any) -> Any:
-    """Sum over the lanes up to this one."""
-    total = value
-    for j in unroll(5):
-        other = shuffle_up_u32(total, uint32(1 << j))
-        total = uint32(total + (other if lane >= 1 << j else 0))
-    return total
+COUNTS = MOST_RUNS // 32 // THREADS  # of a thread
 
 
 @inline
 def sum_before(value: Any, sm: Any, lane: Any, warp: Any) -> Any:
-    """Sum of a value over the threads before this one; two barriers."""
-    upto = scan_warp(value, lane)
+    """Sum of a value over the threads before this one; one barrier, and one before the next call."""
+    upto = value
+    for j in unroll(5):
+        other = shuffle_up_u32(upto, uint32(1 << j))
+        upto = uint32(upto + (other if lane >= 1 << j else 0))
     if lane == 31:
         sts_u32(uint32(sm + AT_WARPS + 4 * warp), upto)
     sync_threads()
-    whole = lds_u32(uint32(sm + AT_WARPS + 4 * lane))
-    warps = scan_warp(whole, lane)
-    before = shuffle_u32(uint32(warps - whole), uint32(warp))
-    sync_threads()
-    return uint32(before + upto - value)
+    before = uint32(upto - value)
+    for j in unroll(0, WARPS, 4):
+        four = lds_u32x4(uint32(sm + AT_WARPS + 4 * j))
+        for i in unroll(4):
+            before = uint32(before + (four[i] if i + j < warp else 0))
+    return before
+
+
+@inline
+def clear_bins(sm: Any, tid: Any) -> None:
+    """Zero the histogram."""
+    for i in unroll(0, BINS_OF_THREAD, 4):
+        zeros = (uint32(0), uint32(0), uint32(0), uint32(0))
+        sts_u32x4(uint32(sm + AT_BINS + (tid + i // 4 * THREADS) * 16), zeros)
 
 
 def make() -> Kernel:
@@ -116,141 +128,191 @@ def make() -> Kernel:
                 used = int32(ldg_u32(number_in + row * 4))
                 newest = int32(ldg_u32(candidates + (row * kept + max(used - 1, 0)) * 4))
                 n = int32(max(used - 1, 0) * block + min(n - newest * block, block) * min(used, 1))
-        held = int32(0)  # in the list of the stage before
+        held = int32(0)  # in the list of the stage before; 0: there was none
+        bound = uint32(1)  # no smaller key is among the largest
         for stage in range(5 if blocks_out != 0 else 3):
             # what this stage chooses from: `total` values at `values`, of which the list's runs or blocks hold m
             level = int32(stage if stage < 3 else stage - 3)
-            fan = int32(0)
+            wanted = int32(k if stage < 3 else blocks_kept)
             values = best32 + row * (capacity >> RUN_SHIFT) * 4
             total = int32((n + RUN - 1) >> RUN_SHIFT)
+            fan = int32(0)
+            near = int32(n if stage < 3 else (n + block - 1) >> block_shift) <= DIRECT
+            skipped = near or total <= wanted
             if level == 1:
                 fan = int32(RUN_SHIFT - block_shift)
                 values = best + row * (capacity >> block_shift) * 4
                 total = int32((n + block - 1) >> block_shift)
+                skipped = near and stage == 1
             if level == 2:
                 fan = int32(block_shift)
                 values = scores + row * capacity * 4
                 total = n
-            wanted = int32(k if stage < 3 else blocks_kept)
-            forced = int32(total - 1 if stage >= 3 else -1)
-            last = stage == 2 or stage == 4
-            before = uint32(sm + AT_LIST + (stage + 1 & 1) * (4 * MOST_WANTED))
-            after = uint32(sm + AT_LIST + (stage & 1) * (4 * MOST_WANTED))
-            m = total
-            if level > 0:
-                m = int32(0)
-                if held > 0:
+                skipped = n < 0
+            if stage == 3:
+                held = int32(0)
+                bound = uint32(1)
+            if not skipped:
+                forced = int32(total - 1 if stage >= 3 else -1)
+                last = stage == 2 or stage == 4
+                listed = held > 0
+                before = uint32(sm + AT_LIST + (stage + 1 & 1) * (4 * MOST_WANTED))
+                after = uint32(sm + AT_LIST + (stage & 1) * (4 * MOST_WANTED))
+                m = total
+                if listed:
                     newest = int32(lds_u32(uint32(before + 4 * (held - 1))))
                     m = int32((held - 1 << fan) + min(total - (newest << fan), int32(1) << fan))
-            prefix = uint32(0)
-            low = int32(32)  # bits of a key that are not compared: all of them if all are wanted
-            equal = int32(0)
-            if m > wanted:
-                for i in range(tid, BINS, THREADS):
-                    sts_u32(uint32(sm + AT_BINS + 4 * i), uint32(0))
-                sync_threads()
-                for start in range(tid, m, AT_ONCE * THREADS):
-                    keys = regs(AT_ONCE)
-                    for j in unroll(AT_ONCE):
-                        i = int32(min(start + j * THREADS, m - 1))
-                        at = i
-                        if level > 0:
-                            at = int32((int32(lds_u32(uint32(before + 4 * (i >> fan)))) << fan) + (i & (1 << fan) - 1))
-                        key = ordered(ldg_f32(values + int64(at) * 4))
-                        keys[j] = uint32(0xFFFFFFFF if at == forced else key)
-                    for j in unroll(AT_ONCE):
-                        i = int32(start + j * THREADS)
-                        if i < m:
-                            sts_u32(uint32(sm + 4 * i), keys[j])
-                            atom_add_shared(uint32(sm + AT_BINS + (keys[j] >> DIGITS[0][0]) * 4), uint32(1))
-                equal = wanted
-                for step in unroll(3):
-                    if low > 0:
-                        if step > 0:
-                            for i in range(tid, BINS, THREADS):
-                                sts_u32(uint32(sm + AT_BINS + 4 * i), uint32(0))
+                span_shift = int32(0)
+                equal = int32(0)
+                if m > wanted:
+                    clear_bins(sm, tid)
+                    least = uint32(FORCED)
+                    most = uint32(0)
+                    for start in range(4 * tid, m, 4 * QUADS * THREADS):
+                        # quads of neighbours; runs' values need not start at a multiple of 16 bytes
+                        keys = regs(4 * QUADS)
+                        for j in unroll(QUADS):
+                            i = int32(min(start + 4 * j * THREADS, (m - 1) // 4 * 4))
+                            at = i
+                            if listed:
+                                at = int32(
+                                    (int32(lds_u32(uint32(before + 4 * (i >> fan)))) << fan) + (i & (1 << fan) - 1)
+                                )
+                            if level > 0:
+                                keys[4 * j : 4 * j + 4] = ldg_u32x4(values + int64(at) * 4)
+                            else:
+                                for e in unroll(4):
+                                    keys[4 * j + e] = ldg_u32(values + int64(min(at + e, total - 1)) * 4)
+                            for e in unroll(4):
+                                keys[4 * j + e] = uint32(FIRST if at + e == forced else keys[4 * j + e])
+                        for j in unroll(QUADS):
+                            i = int32(start + 4 * j * THREADS)
+                            if i < m:
+                                for e in unroll(4):
+                                    key = ordered(as_float(keys[4 * j + e]))
+                                    key = uint32(key if i + e < m else 0)
+                                    keys[4 * j + e] = key
+                                    real = i + e < m and key != FORCED
+                                    least = uint32(min(least, key) if real else least)
+                                    most = uint32(max(most, key) if real else most)
+                                sts_u32x4(uint32(sm + 4 * i), keys[4 * j : 4 * j + 4])
+                    least = warp_min_u32(least)
+                    most = warp_max_u32(most)
+                    if lane == 0:
+                        sts_u32(uint32(sm + AT_COUNTS + 4 * warp), least)
+                        sts_u32(uint32(sm + AT_COUNTS + 4 * (WARPS + warp)), most)
+                    sync_threads()
+                    for j in unroll(0, WARPS, 4):
+                        four = lds_u32x4(uint32(sm + AT_COUNTS + 4 * j))
+                        top = lds_u32x4(uint32(sm + AT_COUNTS + 4 * (WARPS + j)))
+                        for i in unroll(4):
+                            least = uint32(min(least, four[i]))
+                            most = uint32(max(most, top[i]))
+                    bound = uint32(max(bound, least))
+                    span_shift = int32(max(32 - DIGIT - int32(count_leading_zeros(uint32(most - bound))), 0))
+                    equal = int32(wanted - 1 if forced >= 0 else wanted)
+                    above_shift = int32(0)  # of the pass before: this pass is about the keys of one of its bins
+                    going = int32(1 if equal > 0 else 0)
+                    for step in unroll(3):
+                        if going > 0:
+                            for i in range(4 * tid, m, 4 * THREADS):
+                                four = lds_u32x4(uint32(sm + 4 * i))
+                                for e in unroll(4):
+                                    away = uint32(four[e] - bound)
+                                    inside = four[e] >= bound and four[e] != FORCED
+                                    if step > 0:
+                                        inside = inside and away >> above_shift == 0
+                                    if inside:
+                                        atom_add_shared(uint32(sm + AT_BINS + (away >> span_shift) * 4), uint32(1))
                             sync_threads()
-                            for i in range(tid, m, THREADS):
-                                key = lds_u32(uint32(sm + 4 * i))
-                                if key >> DIGITS[step - 1][0] == prefix:
-                                    digit = uint32(key >> DIGITS[step][0] & (1 << DIGITS[step][1]) - 1)
-                                    atom_add_shared(uint32(sm + AT_BINS + digit * 4), uint32(1))
-                        sync_threads()
-                        # thread i holds bins 2047 - 2i and 2046 - 2i: from the top down
-                        upper = lds_u32(uint32(sm + AT_BINS + 4 * (BINS - 1 - 2 * tid)))
-                        lower = lds_u32(uint32(sm + AT_BINS + 4 * (BINS - 2 - 2 * tid)))
-                        above = int32(sum_before(uint32(upper + lower), sm, lane, warp))
-                        for j in unroll(2):
-                            mine = int32(upper if j == 0 else lower)
-                            if above < equal and above + mine >= equal:
-                                sts_u32(uint32(sm + AT_FOUND), uint32(BINS - 1 - 2 * tid - j))
-                                sts_u32(uint32(sm + AT_FOUND + 4), uint32(equal - above))
-                                sts_u32(uint32(sm + AT_FOUND + 8), uint32(mine))
-                            above = int32(above + mine)
-                        sync_threads()
-                        prefix = uint32(prefix << DIGITS[step][1] | lds_u32(uint32(sm + AT_FOUND)))
-                        equal = int32(lds_u32(uint32(sm + AT_FOUND + 4)))
-                        low = int32(DIGITS[step][0])
-                        if int32(lds_u32(uint32(sm + AT_FOUND + 8))) == equal:
-                            low = int32(-low)  # all of the bin are wanted
-                        sync_threads()
-                low = int32(max(low, -low))
-                # counts of each warp in each round of 1024: those above, and those that equal it
+                            # a thread's bins from the top down
+                            first_bin = int32(BINS - BINS_OF_THREAD * (tid + 1))
+                            bins = regs(BINS_OF_THREAD)
+                            for j in unroll(0, BINS_OF_THREAD, 4):
+                                bins[j : j + 4] = lds_u32x4(uint32(sm + AT_BINS + 4 * (first_bin + j)))
+                            mine = uint32(0)
+                            for j in unroll(BINS_OF_THREAD):
+                                mine = uint32(mine + bins[j])
+                            above = int32(sum_before(mine, sm, lane, warp))
+                            if above < equal and above + int32(mine) >= equal:
+                                for j in unroll(BINS_OF_THREAD - 1, -1, -1):
+                                    here = int32(bins[j])
+                                    if above < equal and above + here >= equal:
+                                        sts_u32(uint32(sm + AT_FOUND), uint32(first_bin + j))
+                                        sts_u32(uint32(sm + AT_FOUND + 4), uint32(equal - above))
+                                        sts_u32(uint32(sm + AT_FOUND + 8), uint32(here))
+                                    above = int32(above + here)
+                            clear_bins(sm, tid)
+                            sync_threads()
+                            bound = uint32(bound + (lds_u32(uint32(sm + AT_FOUND)) << span_shift))
+                            equal = int32(lds_u32(uint32(sm + AT_FOUND + 4)))
+                            going = int32(
+                                1 if int32(lds_u32(uint32(sm + AT_FOUND + 8))) > equal and span_shift > 0 else 0
+                            )
+                            above_shift = span_shift
+                            span_shift = int32(max(span_shift - DIGIT, 0) if going > 0 else span_shift)
+                            sync_threads()
+                    # counts of each warp in each round of 256 keys: those above the bound's bin, and those in it
+                    for start in range(0, m, THREADS):
+                        i = int32(start + tid)
+                        key = uint32(0)
+                        if i < m:
+                            key = lds_u32(uint32(sm + 4 * i))
+                        in_bin = key >= bound and (uint32(key - bound) >> span_shift) == 0
+                        is_above = ballot(uint32(1 if key >= bound and not in_bin else 0))
+                        is_equal = ballot(uint32(1 if in_bin else 0))
+                        if lane == 0:
+                            both = uint32(popc(is_above) << 16 | popc(is_equal))
+                            sts_u32(uint32(sm + AT_COUNTS + ((start >> 5) + warp) * 4), both)
+                    sync_threads()
+                    counts = regs(COUNTS, uint32(0))
+                    count = uint32(0)
+                    for j in unroll(COUNTS):
+                        if COUNTS * tid + j < (m + THREADS - 1) // THREADS * WARPS:
+                            counts[j] = lds_u32(uint32(sm + AT_COUNTS + 4 * (COUNTS * tid + j)))
+                        count = uint32(count + counts[j])
+                    count = sum_before(count, sm, lane, warp)
+                    for j in unroll(COUNTS):
+                        sts_u32(uint32(sm + AT_COUNTS + 4 * (COUNTS * tid + j)), count)
+                        count = uint32(count + counts[j])
+                    sync_threads()
                 for start in range(0, m, THREADS):
                     i = int32(start + tid)
-                    key = uint32(0)
-                    if i < m:
-                        key = uint32(lds_u32(uint32(sm + 4 * i)) >> low)
-                    is_above = ballot(uint32(1 if i < m and key > prefix else 0))
-                    is_equal = ballot(uint32(1 if i < m and key == prefix else 0))
-                    if lane == 0:
-                        sts_u32(
-                            uint32(sm + AT_COUNTS + ((start >> 5) + warp) * 4),
-                            uint32(popc(is_above) << 16 | popc(is_equal)),
-                        )
-                sync_threads()
-                count = uint32(0)
-                if tid < (m + THREADS - 1) // THREADS * WARPS:
-                    count = lds_u32(uint32(sm + AT_COUNTS + 4 * tid))
-                count = sum_before(count, sm, lane, warp)
-                sts_u32(uint32(sm + AT_COUNTS + 4 * tid), count)
-                sync_threads()
-            for start in range(0, m, THREADS):
-                i = int32(start + tid)
-                taken = i < m
-                place = i
-                if m > wanted:
-                    key = uint32(0)
-                    if i < m:
-                        key = uint32(lds_u32(uint32(sm + 4 * i)) >> low)
-                    is_above = ballot(uint32(1 if i < m and key > prefix else 0))
-                    is_equal = ballot(uint32(1 if i < m and key == prefix else 0))
-                    count = lds_u32(uint32(sm + AT_COUNTS + ((start >> 5) + warp) * 4))
-                    below = uint32((uint32(1) << lane) - 1)
-                    equal_before = int32(int32(count & 0xFFFF) + int32(popc(is_equal & below)))
-                    above_before = int32(int32(count >> 16) + int32(popc(is_above & below)))
-                    place = int32(above_before + min(equal_before, equal))
-                    taken = i < m and (key > prefix or (key == prefix and equal_before < equal))
-                if taken:
-                    at = i
-                    if level > 0:
-                        at = int32((int32(lds_u32(uint32(before + 4 * (i >> fan)))) << fan) + (i & (1 << fan) - 1))
-                    if stage == 4:
-                        stg_u32(blocks_out + (row * blocks_kept + place) * 4, uint32(at))
+                    taken = i < m
+                    place = i
+                    if m > wanted:
+                        key = uint32(0)
+                        if i < m:
+                            key = lds_u32(uint32(sm + 4 * i))
+                        in_bin = key >= bound and (uint32(key - bound) >> span_shift) == 0
+                        is_above = ballot(uint32(1 if key >= bound and not in_bin else 0))
+                        is_equal = ballot(uint32(1 if in_bin else 0))
+                        count = lds_u32(uint32(sm + AT_COUNTS + ((start >> 5) + warp) * 4))
+                        below = uint32((uint32(1) << lane) - 1)
+                        equal_before = int32(int32(count & 0xFFFF) + int32(popc(is_equal & below)))
+                        above_before = int32(int32(count >> 16) + int32(popc(is_above & below)))
+                        place = int32(above_before + min(equal_before, equal))
+                        taken = (key >= bound and not in_bin) or (in_bin and equal_before < equal)
+                    if taken:
+                        at = i
+                        if listed:
+                            at = int32((int32(lds_u32(uint32(before + 4 * (i >> fan)))) << fan) + (i & (1 << fan) - 1))
+                        if stage == 4:
+                            stg_u32(blocks_out + (row * blocks_kept + place) * 4, uint32(at))
+                        if stage == 2:
+                            if candidates != 0:
+                                entry = int32(ldg_u32(candidates + (row * kept + (at >> block_shift)) * 4))
+                                at = int32((entry << block_shift) + (at & block - 1))
+                            stg_u32(out + (row * k + place) * 4, uint32(at))
+                        if not last:
+                            sts_u32(uint32(after + 4 * place), uint32(at))
+                held = int32(min(m, wanted))
+                if tid == 0 and last:
                     if stage == 2:
-                        if candidates != 0:
-                            entry = int32(ldg_u32(candidates + (row * kept + (at >> block_shift)) * 4))
-                            at = int32((entry << block_shift) + (at & block - 1))
-                        stg_u32(out + (row * k + place) * 4, uint32(at))
-                    if not last:
-                        sts_u32(uint32(after + 4 * place), uint32(at))
-            held = int32(min(m, wanted))
-            if tid == 0 and last:
-                if stage == 2:
-                    stg_u32(number + row * 4, uint32(held))
-                else:
-                    stg_u32(number_blocks + row * 4, uint32(held))
-            sync_threads()
+                        stg_u32(number + row * 4, uint32(held))
+                    else:
+                        stg_u32(number_blocks + row * 4, uint32(held))
+                sync_threads()
 
     return select
 

@@ -36,15 +36,14 @@ class Case:
         self.x, self.codes = np.zeros((rows, D), np.uint16), np.zeros((rows, D), np.uint8)
         self.scales = np.zeros((rows, scale_stride(D)), np.uint8)
         self.sums, self.tapped = np.zeros((rows, family.SUMS), np.float32), np.zeros((rows, D), np.uint16)
-        self.folded = np.zeros((rows, D), np.uint16)
+        self.folded, self.wide = np.zeros((rows, D), np.uint16), np.zeros((rows, D), np.float16)
 
     def run(self) -> None:
-        kernel = family.make(
-            d=D, rows=self.rows, cluster=4, splits=2, most_slots=4, rounds=ROUNDS, hc_eps=HC_EPS, eps=EPS
-        )
-        wanted = (self.tapped, self.folded) if self.tap else (0, 0)
+        kernel = family.make(d=D, cluster=4, splits=2, most_slots=4, rounds=ROUNDS, hc_eps=HC_EPS, eps=EPS)
+        wanted = (self.tapped, self.folded, self.wide) if self.tap else (0, 0, 0)
         execute(kernel, [self.parts, self.slots, self.last, self.streams, self.after, self.sums_in, self.scale,
-                         self.base, self.fn, self.g, self.x, self.codes, self.scales, self.sums, *wanted])  # fmt: skip
+                         self.base, self.fn, self.g, self.x, self.codes, self.scales, self.sums, *wanted, self.rows],
+                grid=(family.grid(D, self.rows), 1))  # fmt: skip
 
     @property
     def result(self) -> np.ndarray:
@@ -85,6 +84,7 @@ def test_a_seam_agrees_with_the_ops(rows: int, slots: int, tap: bool):
     if tap:
         assert_near(values(case.tapped), got.mean(1), 2.0**-8)
         assert_near(values(case.folded), folded, 2.0**-8, 1e-5)
+        assert np.array_equal(case.wide.astype(float), 16.0 * qdq.q8_decode(codes, scales))
 
 
 def test_after_engram_streams_are_only_folded():

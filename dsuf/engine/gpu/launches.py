@@ -97,7 +97,7 @@ class Launches:
         """
         self.launch(
             f"seam/{self.width}", parts, slots, last, *streams, sums[0], *mix, fn, g, *x, sums[1], tapped, folded,
-            grid=(mixes.blocks(self.spec.hidden_size) * self.count, 1),
+            0, self.count, grid=(mixes.grid(self.spec.hidden_size, self.count), 1),
         )  # fmt: skip
 
     def gather(

@@ -366,6 +366,12 @@ def mul_hi(a: Any, b: Any) -> Any:
     return ((u32(a).astype(np.uint64) * u32(b).astype(np.uint64)) >> np.uint64(32)).astype(np.int64)
 
 
+@ptx("u32 = u32", "clz.b32 <d>, <0>;", pure=True)
+def count_leading_zeros(value: Any) -> Any:
+    """clz.b32: 32 for 0"""
+    return np.asarray([32 - int(x).bit_length() for x in np.atleast_1d(u32(value))], np.int64).reshape(np.shape(value))
+
+
 @ptx("u32 = u32", "popc.b32 <d>, <0>;", pure=True)
 def popc(value: Any) -> Any:
     """popc.b32"""
