@@ -90,14 +90,14 @@ class Launches:
 
     def seam(
         self, slots: int, parts: int, last: int, streams: tuple[int, int], sums: tuple[int, int], mix: tuple[int, int],
-        fn: int, g: int, x: tuple[int, int, int], tapped: int, folded: int,
+        fn: int, g: int, x: tuple[int, int, int], tapped: int, folded: int, wide: int,
     ) -> None:  # fmt: skip
         """streams, sums: (in, out); mix: scale and base of the sublayer before; fn and g of the next; x: bf16, codes,
         scales.
         """
         self.launch(
             f"seam/{self.width}", parts, slots, last, *streams, sums[0], *mix, fn, g, *x, sums[1], tapped, folded,
-            0, self.count, grid=(mixes.grid(self.spec.hidden_size, self.count), 1),
+            wide, self.count, grid=(mixes.grid(self.spec.hidden_size, self.count), 1),
         )  # fmt: skip
 
     def gather(
@@ -194,11 +194,6 @@ class Launches:
             "route", z, bias, r.image, r.sequence, chosen, shares, plan, counter, self.count, experts, per_token,
             self.spec.routed_scaling_factor, grid=(1, 1),
         )  # fmt: skip
-
-    def widen(self, codes: int, scales: int, out: int) -> None:
-        """Quantised rows as the f16 that the experts read."""
-        d = self.spec.hidden_size
-        self.launch("experts.widen", codes, scales, out, d, grid=(-(-d // experts.WIDEN_SPAN), self.count))
 
     def expert_products(
         self, w: tuple[int, int], shared: tuple[int, int], x: int, plan: int, shares: int, h: int, y: tuple[int, int],

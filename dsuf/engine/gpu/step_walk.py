@@ -87,8 +87,8 @@ class Residual:
         self._seam(FIRST, block, "attn", block.attn_norm, tapped, 0)
 
     def after_attention(self, block: Any) -> None:
-        """The experts' input."""
-        self._seam(0, block, "ffn", block.ffn_norm, 0, 0)
+        """The experts' input, for routed experts as wide rows too."""
+        self._seam(0, block, "ffn", block.ffn_norm, 0, 0, self._work.x_half)
 
     def after_experts(self, slots: int, block: Any, norm: int, tapped: int = 0, folded: int = 0) -> None:
         """Attention input of the next layer (of `block`), or with another norm the head's input."""
@@ -100,13 +100,13 @@ class Residual:
         self._mix = self._mix_before
         self._seam(FOLDED, block, "attn", block.attn_norm, tapped, 0)
 
-    def _seam(self, slots: int, block: Any, part: str, norm: int, tapped: int, folded: int) -> None:
+    def _seam(self, slots: int, block: Any, part: str, norm: int, tapped: int, folded: int, wide: int = 0) -> None:
         w, turn = self._work, self._turn
         fn, scale, base = (getattr(block, f"hc_{part}_{name}") for name in ("fn", "scale", "base"))
         streams = (w.streams[self._at], w.streams[1 - self._at])
         self._k.seam(
             slots, w.parts, w.last, streams, (w.sums[turn], w.sums[1 - turn]), self._mix, fn, norm,
-            (w.x, w.x_codes, w.x_scales), tapped, folded,
+            (w.x, w.x_codes, w.x_scales), tapped, folded, wide,
         )  # fmt: skip
         self._at ^= 1 if slots >= 0 else 0
         self._turn ^= 1
@@ -236,7 +236,6 @@ def select(k: Launches, m: Model, role: LayerRole, table: int) -> None:
 def moe(k: Launches, m: Model, weights: Any, experts: int, per_token: int, counter: int) -> None:
     """work.x -> work.parts (routed experts) and work.last (the shared one)."""
     w = m.work
-    k.widen(w.x_codes, w.x_scales, w.x_half)
     k.project("gate" if experts == m.spec.n_routed_experts else "draft_gate", weights.gate, w.x, 0, w.gate)
     k.route(w.gate, weights.gate_bias, experts, per_token, w.experts, w.shares, w.plan, counter)
     routed, shared = (weights.experts_w13, weights.experts_w2), (weights.shared_gate_up, weights.shared_down)
