@@ -113,6 +113,15 @@ class Device:
         """Let this thread use the device too."""
         self._device.set_current()
 
+    def see(self, other: Device) -> None:
+        """Let kernels of this device read and write the other's memory. Raises DeviceError where no path exists."""
+        from cuda.bindings import driver
+
+        self.make_current()
+        status = driver.cuCtxEnablePeerAccess(int(other._device.context.handle), 0)[0]
+        if status.name != "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED":
+            self.check(status, f"reaching the memory of GPU {other.index}")
+
     # ---- memory
 
     def allocate(self, nbytes: int, what: str) -> int:

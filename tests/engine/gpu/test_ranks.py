@@ -1,0 +1,141 @@
+"""Ranks on one device: sums over all, an absent rank by name, and split projections that add up to the whole."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dsuf import formats
+from dsuf.engine.gpu import weight_plan, weights
+from dsuf.engine.gpu.ranks import Ranks
+from dsuf.errors import DeviceError
+from dsuf.kernels.project import Projection, launch_of
+from dsuf.kernels.stream import scale_stride
+from dsuf.model.checkpoint import Checkpoint
+from dsuf.model.synthetic import load_config, write_checkpoint
+from dsuf.ops import qdq
+from tests.support.simt_device import SimtDevice
+
+ROWS = 5
+
+
+@pytest.fixture
+def device():
+    return SimtDevice()
+
+
+def put(device, array):
+    address = device.allocate(array.nbytes, "test")
+    device.upload(address, array)
+    return address
+
+
+def bf16(values):
+    return formats.float32_to_bf16(values.astype(np.float32))
+
+
+class TestSums:
+    @pytest.mark.parametrize("count", [2, 4])
+    def test_every_rank_gets_the_same_sum_again_and_again(self, device, count):
+        ranks, rng = Ranks([device] * count), np.random.default_rng(count)
+        total = ranks.exchange(1024)
+        outs = [device.allocate(2048, "test") for _ in range(count)]
+        for _ in range(3):
+            parts = [bf16(rng.standard_normal(1024)) for _ in range(count)]
+            for rank, part in enumerate(parts):
+                total.push(rank, put(device, part))
+            for rank, out in enumerate(outs):
+                total.join(rank, out)
+            want = bf16(sum(formats.bf16_to_float32(part) for part in parts))
+            for out in outs:
+                assert np.array_equal(device.download(out, 2048).view(np.uint16), want)
+        ranks.check({})
+        assert ranks.exchange(1024) is total
+
+    def test_a_rank_that_never_pushes_is_named_with_the_sum(self, device):
+        ranks = Ranks([device] * 3, bound_us=0)
+        total, part = ranks.exchange(64), put(device, np.zeros(64, np.uint16))
+        total.push(0, part)
+        total.push(1, part)
+        total.join(1, device.allocate(128, "test"), code=7)
+        with pytest.raises(DeviceError, match=r"rank 1 waited 0 s for rank 2 in the output of layer 4 \(reduce\.join"):
+            ranks.check({7: "the output of layer 4"})
+
+    def test_too_many_ranks_and_odd_sizes_are_refused(self, device):
+        with pytest.raises(DeviceError, match="9 ranks were asked for"):
+            Ranks([device] * 9)
+        with pytest.raises(DeviceError, match="a sum of 12 elements"):
+            Ranks([device]).exchange(12)
+
+
+class TestSplitWeights:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def tiny(cls, tmp_path_factory):
+        folder = tmp_path_factory.mktemp("tiny") / "ckpt"
+        write_checkpoint(load_config("tiny"), folder)
+        with Checkpoint.open(folder) as checkpoint:
+            yield checkpoint
+
+    def product(self, device, part, checkpoint, x):
+        """bf16 [ROWS, n] = q8(x) W^T by the decode kernel, W as this rank holds it."""
+        codes, scales = qdq.q8_encode(x)
+        padded = np.zeros((ROWS, scale_stride(x.shape[1])), np.uint8)
+        padded[:, : scales.shape[1]] = scales
+        how = launch_of("small", Projection(part.n, part.k, "q8"), ROWS)
+        w, y = put(device, weights.packed(part, checkpoint, device.chip)), device.allocate(2 * 8 * part.n, "test")
+        at = [put(device, codes), put(device, padded)]
+        device.launch(how.name, w, *at, y, ROWS, *how.arguments, grid=(2, 1), shared=how.shared)
+        return y
+
+    def test_columns_of_wo_b_and_of_the_shared_expert_add_up(self, tiny, device):
+        spec, count = tiny.spec, 2
+        ranks, rng = Ranks([device] * count), np.random.default_rng(0)
+        for name in ("wo_b", "shared_down"):
+            whole = next(p for p in weight_plan.plan(spec) if (p.owner, p.name) == ("layers.2", name))
+            shares = [
+                next(p for p in weight_plan.plan(spec, rank=r, ranks=count) if (p.owner, p.name) == ("layers.2", name))
+                for r in range(count)
+            ]
+            if shares[0].split is None:
+                continue  # too narrow to be cut at this width: every rank has it whole
+            x = rng.standard_normal((ROWS, whole.k)).astype(np.float32)
+            one = self.product(device, whole, tiny, x)
+            total = ranks.exchange(ROWS * whole.n)
+            for rank, part in enumerate(shares):
+                columns = x[:, part.first : part.first + part.k]
+                total.push(rank, self.product(device, part, tiny, columns))
+            outs = [device.allocate(2 * ROWS * whole.n, "test") for _ in range(count)]
+            for rank, out in enumerate(outs):
+                total.join(rank, out)
+            got = [device.download(out, 2 * ROWS * whole.n).view(np.uint16) for out in outs]
+            assert np.array_equal(*got)
+            want = formats.bf16_to_float32(device.download(one, 2 * ROWS * whole.n).view(np.uint16))
+            error = np.abs(formats.bf16_to_float32(got[0]) - want)
+            assert error.max() <= 2.0**-7 * np.abs(want).max()
+
+    @pytest.mark.parametrize(("name", "count"), [("wq_b", 2), ("head", 4)])
+    def test_rows_of_a_rank_are_those_rows_of_the_whole(self, tiny, device, name, count):
+        spec, x = tiny.spec, np.random.default_rng(1).standard_normal((ROWS, 64)).astype(np.float32)
+        owner = "" if name == "head" else "layers.2"
+        whole = next(p for p in weight_plan.plan(spec) if (p.owner, p.name) == (owner, name))
+        every = weights.packed(whole, tiny, device.chip)
+        for rank in range(count):
+            parts = weight_plan.plan(spec, rank=rank, ranks=count)
+            part = next(p for p in parts if (p.owner, p.name) == (owner, name))
+            first = part.first // 16 * (every.size // (whole.n // 16))
+            mine = weights.packed(part, tiny, device.chip)
+            assert np.array_equal(mine, every[first : first + mine.size])
+            if name == "wq_b":
+                some = self.product(device, part, tiny, x)
+                all_rows = self.product(device, whole, tiny, x)
+                got = device.download(some, 2 * ROWS * part.n).view(np.uint16).reshape(ROWS, -1)
+                want = device.download(all_rows, 2 * ROWS * whole.n).view(np.uint16).reshape(ROWS, -1)
+                assert np.array_equal(got, want[:, part.first : part.first + part.n])
+
+    @pytest.mark.parametrize("count", [2, 4])
+    def test_what_selects_is_whole_on_every_rank(self, tiny, count):
+        names = ("index_wq_b", "index_weights", "index_wk", "compressor", "gate", "wq_a_wkv")
+        for rank in range(count):
+            parts = weight_plan.plan(tiny.spec, rank=rank, ranks=count)
+            assert all(part.split is None for part in parts if part.name in names)
