@@ -30,6 +30,7 @@ from dsuf.kernels.draw import (
     MOST_VOCABULARY,
     allowed_bit,
     joined,
+    load_row,
     over_ranks,
     philox,
     scan_pair,
@@ -37,12 +38,13 @@ from dsuf.kernels.draw import (
     sum_of_row,
     token_at,
 )
-from dsuf.kernels.lang import Kernel, float32, inline, int32, int64, kernel, s32, s64, uint32, unroll
+from dsuf.kernels.lang import Kernel, float32, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
 from dsuf.kernels.ptx.convert import div, fmax
 from dsuf.kernels.ptx.memory import (
     atom_add,
     ldg_f32,
     ldg_u32,
+    lds_f32,
     lds_u32,
     shared_base,
     st_release_sys,
@@ -110,7 +112,7 @@ from dsuf.kernels.slots import (
     T_ROWS,
     T_START,
 )
-from dsuf.kernels.verdict import barred_eos, is_eos, kept_weight, mass_of, stands
+from dsuf.kernels.verdict import barred_eos, filter_of, is_eos, kept_weight, mass_of, stands
 from dsuf.ops.accept import accept_sampled
 from dsuf.ops.philox import Purpose
 
@@ -209,25 +211,35 @@ def make(*, cluster: int, threads: int, most: int) -> Kernel:
                     residual = int32(1 if accepted < judged else 0)
                     purpose = int32(RESIDUAL if residual == 1 else BONUS)
                     p_unit = div(2147483648.0, float32(mass_of(record)))
+                    threshold, cut, top, scale = filter_of(record)
+                    q_threshold, q_cut, q_top, q_scale = threshold, cut, top, scale
                     q_unit = 0.0
                     if residual == 1:
                         q_unit = div(2147483648.0, float32(mass_of(q_record)))
+                        q_threshold, q_cut, q_top, q_scale = filter_of(q_record)
                     before = int64(0)
                     total = int64(0)
                     ahead = int64(0)
                     looks = int32(0)
                     while looks < 2:  # a second time where the residual has no mass
-                        for i in range(tid, held, threads):
-                            x = ldg_f32(p_line + int64(i) * 4)
-                            w = kept_weight(x, int32(start + i), record)
-                            if bits != 0:
-                                bit = allowed_bit(bits, allowed, words, int64(start + i))
-                                w = w if bit == 1 else 0.0
-                            if residual == 1:
-                                x = ldg_f32(q_line + int64(i) * 4)
-                                q = kept_weight(x, int32(start + i), q_record)
-                                w = fmax(w * p_unit - q * q_unit, 0.0)
-                            sts_f32(uint32(line + 4 * i), w)
+                        load_row(line, p_line, held, tid, threads)
+                        for start_at in range(tid, held, 4 * threads):
+                            y = regs(4, 0.0)
+                            for j in unroll(4):
+                                if residual == 1 and start_at + j * threads < held:
+                                    y[j] = ldg_f32(q_line + int64(start_at + j * threads) * 4)
+                            for j in unroll(4):
+                                i = int32(start_at + j * threads)
+                                if i < held:
+                                    x = lds_f32(uint32(line + 4 * i))
+                                    w = kept_weight(x, int32(start + i), threshold, cut, top, scale)
+                                    if bits != 0:
+                                        bit = allowed_bit(bits, allowed, words, int64(start + i))
+                                        w = w if bit == 1 else 0.0
+                                    if residual == 1:
+                                        q = kept_weight(y[j], int32(start + i), q_threshold, q_cut, q_top, q_scale)
+                                        w = fmax(w * p_unit - q * q_unit, 0.0)
+                                    sts_f32(uint32(line + 4 * i), w)
                         sync_threads()
                         if tid < barred:
                             at = int32(word(own, S_EOS + tid) - start)

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsuf.kernels.lang import inline, int32, int64, uint32, unroll
+from dsuf.kernels.lang import inline, int32, int64, regs, uint32, unroll
 from dsuf.kernels.ptx.convert import exp2_approx, mul_hi
-from dsuf.kernels.ptx.memory import ldg_u32, lds_f32, lds_u32, sts_u32
+from dsuf.kernels.ptx.memory import ldg_f32, ldg_u32, lds_f32, lds_u32, sts_f32, sts_u32
 from dsuf.kernels.ptx.sync import (
     cluster_address,
     cluster_arrive,
@@ -139,6 +139,19 @@ def over_ranks(share: Any, high: Any, low: Any, rank: Any, tid: Any, blocks: Any
 def allowed_bit(mask: Any, row: Any, words: Any, token: Any) -> Any:
     """1 where a bit mask of rows of `words` words lets a token through."""
     return uint32(ldg_u32(mask + (row * words + (token >> 5)) * 4) >> (token & 31) & 1)
+
+
+@inline
+def load_row(line: Any, source: Any, held: Any, tid: Any, threads: Any) -> None:
+    """`held` float32 from global to shared memory, eight loads of a thread in flight; thread i % threads writes i."""
+    for first in range(tid, held, 8 * threads):
+        x = regs(8, 0.0)
+        for j in unroll(8):
+            if first + j * threads < held:
+                x[j] = ldg_f32(source + int64(first + j * threads) * 4)
+        for j in unroll(8):
+            if first + j * threads < held:
+                sts_f32(uint32(line + 4 * (first + j * threads)), x[j])
 
 
 @inline

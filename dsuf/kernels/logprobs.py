@@ -19,11 +19,10 @@ from __future__ import annotations
 from typing import Any
 
 from dsuf.kernels.catalogue import Entry, Width
-from dsuf.kernels.draw import MOST_VOCABULARY
+from dsuf.kernels.draw import MOST_VOCABULARY, load_row
 from dsuf.kernels.lang import Kernel, inline, int32, int64, kernel, s32, s64, uint32, unroll
 from dsuf.kernels.ptx.convert import as_float, exp2_approx, log2_approx
 from dsuf.kernels.ptx.memory import (
-    ldg_f32,
     ldg_u32,
     lds_f32,
     shared_base,
@@ -113,8 +112,7 @@ def make(*, cluster: int, threads: int, most: int) -> Kernel:
         wanted = word(slots + int64(max(slot, 0)) * SLOT_BYTES, S_LOGPROBS)
         if slot >= 0 and wanted >= 0:
             from_row = logits + (row * vocabulary + start) * 4
-            for i in range(tid, held, threads):
-                sts_f32(uint32(line + 4 * i), ldg_f32(from_row + int64(i) * 4))
+            load_row(line, from_row, held, tid, threads)
             sync_threads()
             entry = int64(int32(ldg_u32(counters + 4 * C_STEP)) % ring)
             to = out + (entry * MOST_ROWS + row) * LOGPROB_BYTES

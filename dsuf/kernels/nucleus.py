@@ -1,8 +1,8 @@
 """Steps of an exact selection among a row's logits by count or by mass, for a cluster that holds the row.
 
     order     largest logit first, lowest token among equals; key = float32 bits as an unsigned number of that order
-    bins      first 256 of the distance from the top, an eighth of a binade of weight each, then the four
-              bytes of the key among the tokens of the bin that the goal falls into
+    digits    eight bits each, largest first: two of the distance from the top, in steps of 2^-11 binades of weight,
+              which spread any logits, then the four bytes of the key; a digit looks at tokens that share those before
     kept      key above the threshold, or equal to it with a token up to `cut`
 
 Counts and masses (draw.py) are whole numbers: the order in which atomics add them changes nothing. Bins lie in shared
@@ -17,45 +17,54 @@ from dsuf.kernels.draw import LOW, over_ranks, scan_pair, split_mass, weight
 from dsuf.kernels.lang import inline, int32, int64, uint32, unroll
 from dsuf.kernels.ptx.convert import fmin
 from dsuf.kernels.ptx.memory import atom_add_shared, lds_f32, lds_u32, sts_u32
-from dsuf.kernels.ptx.sync import cluster_address, ld_cluster_u32, sync_threads
+from dsuf.kernels.ptx.sync import cluster_address, cluster_arrive, cluster_wait, ld_cluster_u32, sync_threads
 from dsuf.kernels.route import ordered
 
-BINS, PER_BINADE = 256, 8.0
+BINS = 256
+STEPS = 2048.0  # of a binade: 32 of them fill 16 bits
+DIGITS = 6
 BIN_BYTES = 12 * BINS
 
 
 @inline
-def first_bin(x: Any, top: Any, scale: Any) -> Any:
-    """Bin of the distance from the largest logit: an eighth of a binade of weight each, the last one open."""
-    return int32(fmin((top - x) * scale * PER_BINADE, 255.0))
+def distance(x: Any, top: Any, scale: Any) -> Any:
+    """Steps from the largest logit, 16 bits, the last one open."""
+    return int32(fmin((top - x) * scale * STEPS, 65535.0))
 
 
 @inline
 def fill_bins(
     hist: Any, line: Any, low_end: Any, high_end: Any, start: Any, threshold: Any, cut: Any, top: Any, scale: Any,
-    digit: Any, shift: Any, bin0: Any, prefix: Any, tid: Any, threads: Any,
-) -> None:  # fmt: skip
-    """Count and mass of the tokens that are still kept and share the digits found so far, by the next digit."""
+    digit: Any, near: Any, prefix: Any, tid: Any, threads: Any,
+) -> Any:  # fmt: skip
+    """Count and mass by the next digit of the kept tokens that share the digits found so far: `near` of the distance,
+    `prefix` of the key. Returns the stretch of a thread's tokens that do.
+    """
     for i in range(tid, 3 * BINS, threads):
         sts_u32(uint32(hist + 4 * i), uint32(0))
     sync_threads()
+    far_mask = int32(65535 << (16 - 8 * min(digit, 2)) & 65535)
+    key_mask = uint32(int64(0xFFFFFFFF) << (32 - 8 * max(digit - 2, 0)) & 0xFFFFFFFF)
+    first = high_end
+    last = low_end
     for i in range(low_end, high_end):
         x = lds_f32(uint32(line + 4 * i))
         key = ordered(x)
+        far = distance(x, top, scale)
         kept = key > threshold or (key == threshold and start + i <= cut)
-        at = first_bin(x, top, scale)
-        if digit > 0:
-            beyond = int32(shift + 8)
-            same = at == bin0 and (digit == 1 or (key >> (beyond & 31)) == (prefix >> (beyond & 31)))
-            kept = kept and same
-            at = int32(255 - int32((key >> shift) & 255))
-        if kept:
+        same = ((far ^ near) & far_mask) == 0 and ((key ^ prefix) & key_mask) == 0
+        if kept and same:
+            at = int32(255 - int32(key >> (24 - 8 * max(digit - 2, 0)) & 255))
+            at = int32((far >> (8 - 8 * min(digit, 1))) & 255 if digit < 2 else at)
             w = weight(x, top, scale)
             high, low = split_mass(w)
             atom_add_shared(uint32(hist + 4 * at), uint32(1))
             atom_add_shared(uint32(hist + 4 * (BINS + at)), high)
             atom_add_shared(uint32(hist + 4 * (2 * BINS + at)), low)
+            first = int32(min(first, i))
+            last = int32(i + 1)
     sync_threads()
+    return first, last
 
 
 @inline
@@ -93,31 +102,65 @@ def get_wide(address: Any) -> Any:
 
 
 @inline
+def is_last_kind(x: Any, token: Any, top: Any, scale: Any, digits: Any, near: Any, prefix: Any, threshold: Any,
+                 cut: Any) -> Any:  # fmt: skip
+    """1 for a kept token that shares all `digits` that were found."""
+    key = ordered(x)
+    far_mask = int32(65535 << (16 - 8 * min(digits, 2)) & 65535)
+    key_mask = uint32(int64(0xFFFFFFFF) << (32 - 8 * max(digits - 2, 0)) & 0xFFFFFFFF)
+    far = distance(x, top, scale)
+    same = ((far ^ near) & far_mask) == 0 and ((key ^ prefix) & key_mask) == 0
+    kept = key > threshold or (key == threshold and token <= cut)
+    return int32(1 if same and kept else 0)
+
+
+@inline
 def last_kept(
-    line: Any, low_end: Any, high_end: Any, start: Any, prefix: Any, threshold: Any, cut: Any, stay: Any, found: Any,
-    scratch: Any, share: Any, rank: Any, tid: Any, warps: Any, blocks: Any,
+    line: Any, low_end: Any, high_end: Any, start: Any, top: Any, scale: Any, digits: Any, near: Any, prefix: Any,
+    threshold: Any, cut: Any, stay: Any, found: Any, scratch: Any, share: Any, rank: Any, tid: Any, warps: Any,
+    blocks: Any,
 ) -> Any:  # fmt: skip
-    """The `stay`-th lowest of the kept tokens whose key is `prefix`. share: two times 8 bytes."""
+    """Key and token of the `stay`-th of the tokens that share all digits: equal logits, lowest token first, or one.
+
+    share: two times 8 bytes.
+    """
     mine = int32(0)
     for i in range(low_end, high_end):
-        key = ordered(lds_f32(uint32(line + 4 * i)))
-        same = key == prefix and (key > threshold or start + i <= cut)
-        mine = int32(mine + (1 if same else 0))
+        x = lds_f32(uint32(line + 4 * i))
+        one = is_last_kind(x, int32(start + i), top, scale, digits, near, prefix, threshold, cut)
+        mine = int32(mine + one)
     _, ahead, _, held = scan_pair(uint32(0), uint32(mine), scratch, tid, warps)
     before, _ = over_ranks(share, uint32(0), held, rank, tid, blocks)
     place = int64(before + int64(ahead))
     if tid == 0:
         sts_u32(found, uint32(0))
+        sts_u32(uint32(found + 4), uint32(0))
     sync_threads()
     if place < stay and stay <= place + mine:
         for i in range(low_end, high_end):
-            key = ordered(lds_f32(uint32(line + 4 * i)))
-            same = key == prefix and (key > threshold or start + i <= cut)
-            place = int64(place + (1 if same else 0))
-            if same and place == stay:
+            x = lds_f32(uint32(line + 4 * i))
+            one = is_last_kind(x, int32(start + i), top, scale, digits, near, prefix, threshold, cut)
+            place = int64(place + one)
+            if one == 1 and place == stay:
                 sts_u32(found, uint32(start + i))
+                sts_u32(uint32(found + 4), ordered(x))
     sync_threads()
-    # one block has the answer, the others 0
-    _, total = over_ranks(uint32(share + 8), uint32(0), lds_u32(found), rank, tid, blocks)
+    # one block has the answer, the others zeros
+    token = uint32(0)
+    key = uint32(0)
+    if tid == 0:
+        put_pair(uint32(share + 8), lds_u32(found), lds_u32(uint32(found + 4)))
+    cluster_arrive()
+    cluster_wait()
+    for r in unroll(blocks):
+        token = uint32(token + ld_cluster_u32(cluster_address(uint32(share + 8), uint32(r))))
+        key = uint32(key + ld_cluster_u32(cluster_address(uint32(share + 12), uint32(r))))
     sync_threads()
-    return int32(total)
+    return key, int32(token)
+
+
+@inline
+def put_pair(address: Any, first: Any, second: Any) -> None:
+    """Two words to shared memory."""
+    sts_u32(address, first)
+    sts_u32(uint32(address + 4), second)

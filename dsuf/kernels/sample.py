@@ -33,16 +33,26 @@ from dsuf.kernels.draw import (
     MOST_VOCABULARY,
     allowed_bit,
     joined,
+    load_row,
     over_ranks,
     philox,
     scan_pair,
     share_of,
-    sum_of_row,
+    split_mass,
     token_at,
     weight,
 )
 from dsuf.kernels.lang import Kernel, inline, int32, int64, kernel, s32, s64, uint32, unroll
-from dsuf.kernels.nucleus import BIN_BYTES, bins_of_cluster, fill_bins, get_wide, last_kept, mass_wanted, put_wide
+from dsuf.kernels.nucleus import (
+    BIN_BYTES,
+    DIGITS,
+    bins_of_cluster,
+    fill_bins,
+    get_wide,
+    last_kept,
+    mass_wanted,
+    put_wide,
+)
 from dsuf.kernels.ptx.convert import as_float, div
 from dsuf.kernels.ptx.memory import (
     ldg_f32,
@@ -191,9 +201,12 @@ def make_filter(*, cluster: int, threads: int, most: int) -> Kernel:
             bits = int64(mask if masked == 1 else 0)
             allowed = int64(get(table, T_MEMBER, row) * (MOST_DRAFTS + 1) + offset)
             words = int64((vocabulary + 31) >> 5)
-            for i in range(tid, held, threads):
-                x = logit_of(logit, i, start, bits, allowed, words)
-                sts_f32(uint32(line + 4 * i), x)
+            load_row(line, logit, held, tid, threads)
+            if bits != 0:
+                for i in range(tid, held, threads):
+                    bit = allowed_bit(bits, allowed, words, int64(start + i))
+                    if bit == 0:
+                        sts_f32(uint32(line + 4 * i), as_float(uint32(MINUS_INFINITY)))
             eos = word(own, S_EOS_COUNT)
             later = int32(word(own, S_EMITTED) + offset - word(own, S_MIN_TOKENS))  # negative: EOS may not come yet
             eos = int32(eos if later < 0 else 0)
@@ -235,15 +248,17 @@ def make_filter(*, cluster: int, threads: int, most: int) -> Kernel:
                     wanted = int32(top_k if which == 0 else 0)
                     if wanted > 0 or (which == 1 and top_p < 1.0):
                         goal = int64(wanted)
+                        near = int32(0)  # digits of the distance, then of the key
                         prefix = uint32(0)
-                        bin0 = int32(0)
-                        ties = int64(0)
+                        ties = int64(2)
                         mass = int64(0)
-                        for digit in range(5):
-                            shift = int32(32 - 8 * digit) & 31
+                        digit = int32(0)
+                        first_one = low_end
+                        last_one = high_end
+                        while digit < DIGITS and ties > 1:
                             hist = uint32(sm + side * BIN_BYTES)
-                            fill_bins(hist, line, low_end, high_end, start, threshold, cut, top, scale, digit, shift,
-                                      bin0, prefix, tid, threads)  # fmt: skip
+                            first_one, last_one = fill_bins(hist, line, first_one, last_one, start, threshold, cut, top,
+                                                            scale, digit, near, prefix, tid, threads)  # fmt: skip
                             cluster_arrive()
                             cluster_wait()
                             count, mine = bins_of_cluster(hist, tid, cluster)
@@ -267,26 +282,31 @@ def make_filter(*, cluster: int, threads: int, most: int) -> Kernel:
                             ties = get_wide(uint32(found + 16))
                             mass = get_wide(uint32(found + 24))
                             sync_threads()
-                            if digit == 0:
-                                bin0 = at
-                            else:
-                                prefix = uint32(prefix | uint32(255 - at) << shift)
+                            near = int32(near | at << (8 - 8 * min(digit, 1)) if digit < 2 else near)
+                            byte = uint32(uint32(255 - at) << (24 - 8 * max(digit - 2, 0)))
+                            prefix = uint32(prefix | byte if digit >= 2 else prefix)
+                            digit = int32(digit + 1)
                             side = int32(side ^ 1)
-                        # of the `ties` tokens with this key, as many stay as it takes to reach the goal
+                        # of the `ties` tokens that share them all, as many stay as it takes to reach the goal
                         each = int64(max(mass // ties, 1))
                         stay = int64((goal + each - 1) // each if which == 1 else goal)
                         stay = int64(max(min(stay, ties), 1))
-                        cut = last_kept(line, low_end, high_end, start, prefix, threshold, cut, stay, found, scratch,
-                                        uint32(share + 16), rank, tid, WARPS, cluster)  # fmt: skip
-                        threshold = prefix
+                        threshold, cut = last_kept(line, first_one, last_one, start, top, scale, digit, near, prefix,
+                                                   threshold, cut, stay, found, scratch, uint32(share + 16), rank, tid,
+                                                   WARPS, cluster)  # fmt: skip
                 # logits become weights: 0 for what is not kept
+                high = uint32(0)
+                low = uint32(0)
                 for i in range(low_end, high_end):
                     x = lds_f32(uint32(line + 4 * i))
                     key = ordered(x)
-                    w = weight(x, top, scale)
                     kept = key > threshold or (key == threshold and start + i <= cut)
-                    sts_f32(uint32(line + 4 * i), w if kept else 0.0)
-                high, low = sum_of_row(line, low_end, high_end)
+                    w = weight(x, top, scale)
+                    w = w if kept else 0.0
+                    sts_f32(uint32(line + 4 * i), w)
+                    a, b = split_mass(w)
+                    high = uint32(high + a)
+                    low = uint32(low + b)
                 a, b, c, d = scan_pair(high, low, scratch, tid, WARPS)
                 before, total = over_ranks(uint32(share + 32), c, d, rank, tid, cluster)
                 if rank == 0 and tid == 0:

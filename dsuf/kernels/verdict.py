@@ -44,12 +44,19 @@ def mass_of(record: Any) -> Any:
 
 
 @inline
-def kept_weight(x: Any, token: Any, record: Any) -> Any:
+def filter_of(record: Any) -> Any:
+    """Threshold, cut, largest logit and scale of a row."""
+    threshold = ldg_u32(record + 4 * F_THRESHOLD)
+    cut = word(record, F_CUT)
+    return threshold, cut, ldg_f32(record + 4 * F_TOP), ldg_f32(record + 4 * F_SCALE)
+
+
+@inline
+def kept_weight(x: Any, token: Any, threshold: Any, cut: Any, top: Any, scale: Any) -> Any:
     """Weight of a token in a row: 0 if the row's filter does not keep it."""
     key = ordered(x)
-    threshold = ldg_u32(record + 4 * F_THRESHOLD)
-    kept = key > threshold or (key == threshold and token <= int32(ldg_u32(record + 4 * F_CUT)))
-    w = weight(x, ldg_f32(record + 4 * F_TOP), ldg_f32(record + 4 * F_SCALE))
+    kept = key > threshold or (key == threshold and token <= cut)
+    w = weight(x, top, scale)
     return w if kept else 0.0
 
 
@@ -85,7 +92,8 @@ def stands(
     p_record = records + int64(row) * FILTER_BYTES
     q_record = draft_records + int64(draft_row) * FILTER_BYTES
     x = ldg_f32(logits + (int64(row) * vocabulary + token) * 4)
-    p = kept_weight(x, token, p_record)
+    threshold, cut, top, scale = filter_of(p_record)
+    p = kept_weight(x, token, threshold, cut, top, scale)
     barred = barred_eos(own, p_record, ahead)
     never = is_eos(own, token, barred)
     bit = uint32(1)
@@ -93,7 +101,8 @@ def stands(
         bit = allowed_bit(mask, int64(mask_row), int64((vocabulary + 31) >> 5), int64(token))
     p = p if never == 0 and bit == 1 else 0.0
     x = ldg_f32(draft_logits + (int64(draft_row) * vocabulary + token) * 4)
-    q = kept_weight(x, token, q_record)
+    q_threshold, q_cut, q_top, q_scale = filter_of(q_record)
+    q = kept_weight(x, token, q_threshold, q_cut, q_top, q_scale)
     a, b = split_mass(p)
     c, d = split_mass(q)
     p_share = div(float32(joined(a, b)), float32(mass_of(p_record)))
