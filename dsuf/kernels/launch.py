@@ -1,4 +1,4 @@
-"""Launches cubins through cuda.core: load, set the shared memory limit, launch with grid, cluster and dependence.
+"""Launches cubins: load (cuda.core), set the shared memory limit, launch with grid, cluster and dependence (driver).
 
     kernels = Loaded.folder(path)              # what `dsuf build --out` wrote
     kernels["hc.fold"].launch(stream, x, y, dependent=True)
@@ -10,8 +10,10 @@ machines without a GPU pay nothing.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
+import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 MANIFEST = "kernels.json"
 STATIC_SHARED = 48 * 1024  # more than this must be asked for
-ARGUMENT = {"s64": "int64", "u64": "uint64", "s32": "int32", "u32": "uint32", "f32": "float32"}  # in numpy
+PACKED = {"s64": "q", "u64": "Q", "s32": "i4x", "u32": "I4x", "f32": "f4x"}  # for struct, eight bytes each
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,16 @@ def read_folder(folder: Path, chip: str) -> list[Cubin]:
     return found
 
 
+class LaunchFailed(DeviceError):
+    """The driver refused a launch, or told of an earlier failure; `status` is its name for it."""
+
+    def __init__(self, name: str, status: str) -> None:
+        super().__init__(f"{name}: {status} at the launch")
+        self.status = status
+
+
 class Launcher:
-    """One kernel on the current device."""
+    """One kernel on the current device. Arguments are packed into memory of its own, so one thread launches it."""
 
     def __init__(self, cubin: Cubin) -> None:
         from cuda.bindings import driver
@@ -100,6 +110,13 @@ class Launcher:
             status = driver.cuKernelSetAttribute(attribute, cubin.shared, handle, device)[0]
             if int(status) != 0:
                 raise DeviceError(f"{cubin.name} needs {cubin.shared} bytes of shared memory a block: {status.name}")
+        self._function = driver.CUfunction(int(self.kernel.handle))  # the driver takes a kernel for a function
+        self._call = driver.cuLaunchKernelEx
+        self._pack = struct.Struct("<" + "".join(PACKED[kind] for kind in cubin.parameters))
+        self._values = ctypes.create_string_buffer(max(self._pack.size, 8))
+        first = ctypes.addressof(self._values)
+        self._pointers = (ctypes.c_void_p * len(cubin.parameters))(*range(first, first + self._pack.size, 8))
+        self._arguments = ctypes.addressof(self._pointers)
         self._configurations: dict[tuple[Any, ...], Any] = {}
 
     def launch(
@@ -113,33 +130,56 @@ class Launcher:
     ) -> None:
         """Launch or capture. dependent: may start before the kernel before has ended (griddepcontrol).
 
-        shared: dynamic shared memory of a block, if this launch needs less than the kernel's most.
+        shared: dynamic shared memory of a block, if this launch needs less than the kernel's most. stream: of
+        cuda.core, or a graph builder of one. Raises LaunchFailed.
         """
-        import numpy as np
-        from cuda.core import launch
+        try:
+            self._pack.pack_into(self._values, 0, *args)
+        except struct.error as error:
+            kinds = ", ".join(self.cubin.parameters)
+            raise DeviceError(f"{self.cubin.name} takes ({kinds}), it was given {args}: {error}") from None
+        handle = int((stream.stream if hasattr(stream, "begin_building") else stream).handle)
+        key = (handle, grid, shared, dependent, cooperative)
+        configuration = self._configurations.get(key)
+        if configuration is None:
+            configuration = self._configurations[key] = self._configuration(*key)
+        (status,) = self._call(configuration, self._function, self._arguments, 0)
+        if status:
+            raise LaunchFailed(self.cubin.name, status.name)
 
-        if len(args) != len(self.cubin.parameters):
-            raise DeviceError(f"{self.cubin.name} takes {len(self.cubin.parameters)} arguments, {len(args)} given")
-        values = [getattr(np, ARGUMENT[kind])(value) for kind, value in zip(self.cubin.parameters, args, strict=True)]
-        configuration = self._configuration(grid or self.cubin.grid, shared, dependent, cooperative)
-        launch(stream, configuration, self.kernel, *values)
+    def _configuration(
+        self, handle: int, grid: tuple[int, int] | None, shared: int | None, dependent: bool, cooperative: bool
+    ) -> Any:
+        from cuda.bindings import driver
 
-    def _configuration(self, grid: tuple[int, int], shared: int | None, dependent: bool, cooperative: bool) -> Any:
-        key = (grid, shared, dependent, cooperative)
-        if key not in self._configurations:
-            from cuda.core import LaunchConfig
+        names, cluster = driver.CUlaunchAttributeID, self.cubin.cluster
+        width, height = grid or self.cubin.grid
+        configuration = driver.CUlaunchConfig()
+        configuration.gridDimX, configuration.gridDimY, configuration.gridDimZ = width // cluster * cluster, height, 1
+        configuration.blockDimX, configuration.blockDimY, configuration.blockDimZ = self.cubin.threads, 1, 1
+        configuration.sharedMemBytes = self.cubin.shared if shared is None else shared
+        configuration.hStream = driver.CUstream(handle)
+        attributes = []
+        if cluster > 1:
+            attributes.append(_attribute(names.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION))
+            size = attributes[-1].value.clusterDim
+            size.x, size.y, size.z = cluster, 1, 1
+        if dependent:
+            attributes.append(_attribute(names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION))
+            attributes[-1].value.programmaticStreamSerializationAllowed = 1
+        if cooperative:
+            attributes.append(_attribute(names.CU_LAUNCH_ATTRIBUTE_COOPERATIVE))
+            attributes[-1].value.cooperative = 1
+        configuration.attrs, configuration.numAttrs = attributes, len(attributes)
+        return configuration
 
-            size = self.cubin.shared if shared is None else shared
-            options: dict[str, Any] = {"block": self.cubin.threads, "shmem_size": size}
-            if self.cubin.cluster > 1:  # cuda.core counts the grid in clusters
-                options["cluster"] = (self.cubin.cluster, 1)
-                grid = (grid[0] // self.cubin.cluster, grid[1])
-            if dependent:
-                options["programmatic_stream_serialization"] = True
-            if cooperative:
-                options["is_cooperative"] = True
-            self._configurations[key] = LaunchConfig(grid=grid, **options)
-        return self._configurations[key]
+
+def _attribute(kind: Any) -> Any:
+    from cuda.bindings import driver
+
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = kind
+    return attribute
 
 
 class Loaded(Mapping[str, Launcher]):

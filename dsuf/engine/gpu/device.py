@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dsuf.errors import DeviceError
-from dsuf.kernels.launch import Cubin, Launcher
+from dsuf.kernels.launch import Cubin, Launcher, LaunchFailed
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -230,10 +230,12 @@ class Device:
                 f"Run `dsuf build --sm {self.chip}` with this version of dsuf."
             )
         self._count()
-        with self.faults(f"launching {name}"):
-            where = self._builder if self._builder is not None else self.stream
-            early = self.dependent if dependent is None else dependent
+        where = self._builder if self._builder is not None else self.stream
+        early = self.dependent if dependent is None else dependent
+        try:
             launcher.launch(where, *args, grid=grid, shared=shared, dependent=early)
+        except LaunchFailed as failed:
+            self._fail(failed.status, f"launching {name}")
 
     @property
     def kernels(self) -> frozenset[str]:
