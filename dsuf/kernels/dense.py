@@ -1,4 +1,4 @@
-"""Dense products of a prefill chunk, hundreds to thousands of rows, on Hopper (gemm.py has the inner loops).
+"""Dense products of a prefill chunk, hundreds to thousands of rows (gemm.py and gemm_tensor.py have the inner loops).
 
     y[r, g n + j] = sum_k x[r, g K + k] W[g n + j, k]        g = 0 .. groups - 1 (one, or the groups of wo_a)
 
@@ -34,10 +34,11 @@ from dsuf.kernels.gemm import (
     start_barriers,
     turn,
 )
+from dsuf.kernels.gemm_tensor import WEIGHT_TILE, end_tensor, multiply_tensor, start_tensor, turn_tensor
 from dsuf.kernels.lang import Kernel, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
 from dsuf.kernels.ptx.fragments import quotient
 from dsuf.kernels.ptx.memory import lds_u32x4, shared_base, stg_u32x4, sts_f32
-from dsuf.kernels.ptx.op import HOPPER
+from dsuf.kernels.ptx.op import ALL_CHIPS, BLACKWELL
 from dsuf.kernels.ptx.sync import (
     block_count,
     block_index,
@@ -85,8 +86,8 @@ def tile_of(number: Any, down: Any, across: Any, groups: Any, span: Any) -> Any:
 
 @inline
 def store_bf16(
-    acc: Any, most: Any, at: Any, crew: Any, part: Any, t: Any, y: Any, pitch: Any, n: Any, left: Any
-) -> None:
+    blackwell: Any, acc: Any, most: Any, at: Any, crew: Any, warp: Any, t: Any, y: Any, pitch: Any, n: Any, left: Any
+) -> None:  # fmt: skip
     """64 outputs of `left` rows: y is row 0's first output of this warpgroup, n says how many outputs exist."""
     lane = int32(t & 31)
     r = int32(t >> 3)
@@ -95,7 +96,10 @@ def store_bf16(
     target = y + (int64(r) * pitch + piece * 8) * 2
     for q in unroll(0, most, 64):
         if q < left:
-            turn(acc, q, at, part, lane)
+            if blackwell:
+                turn_tensor(acc, q, at, 0, warp, lane)
+            else:
+                turn(acc, q, at, int32(warp & 3), lane)
             group_barrier(crew)
             for i in unroll(4):
                 if q + 16 * i + r < left and piece * 8 < n:
@@ -105,18 +109,20 @@ def store_bf16(
 
 @inline
 def store_f32(
-    acc: Any, most: Any, at: Any, crew: Any, part: Any, t: Any, y: Any, pitch: Any, n: Any, left: Any
-) -> None:
+    blackwell: Any, acc: Any, most: Any, at: Any, crew: Any, warp: Any, t: Any, y: Any, pitch: Any, n: Any, left: Any
+) -> None:  # fmt: skip
     """The same for float32 outputs."""
     lane = int32(t & 31)
     r = int32(t >> 4)
     piece = int32(t & 15)
-    corner = uint32(at + (lane & 3) * (2 * WIDE) + (16 * part + (lane >> 2)) * 4)
+    corner = uint32(at + (lane & 3) * (2 * WIDE) + (16 * (warp & 3) + (lane >> 2)) * 4)
     source = uint32(at + r * WIDE + piece * 16)
     target = y + (int64(r) * pitch + piece * 4) * 4
     for q in unroll(0, most, 64):
         if q < left:
-            for i in unroll(32):
+            if blackwell:
+                turn_tensor(acc, q, at, WIDE, warp, lane)
+            for i in unroll(0 if blackwell else 32):
                 sts_f32(uint32(corner + (8 * (i // 4) + i % 2) * WIDE + (i // 2 % 2) * 32), acc[q // 2 + i])
             group_barrier(crew)
             for i in unroll(8):
@@ -125,11 +131,14 @@ def store_f32(
             group_barrier(crew)
 
 
-def make(*, kind: str, wide: bool, most: int, stages: int, span: int) -> Kernel:
+def make(*, kind: str, wide: bool, most: int, stages: int, span: int, chip: str) -> Kernel:
     """wide: float32 outputs; most: rows of x in a tile, a multiple of 64 up to 256; span: tiles beside each other."""
     WEIGHTS = FP8 if kind == "fp8" else BF16
     TURNING = TURN_WIDE if wide else TURN
-    RING = Ring.of(WEIGHTS, most, stages, 2 * TURNING)
+    TENSOR = chip in BLACKWELL
+    STAGES, TILES = (min(stages, 4), 2 * WEIGHT_TILE) if TENSOR else (stages, 0)
+    RING = Ring.of(WEIGHTS, most, STAGES, 2 * TURNING + TILES)
+    READERS = 1 if TENSOR else 8
     BYTES = 4 if wide else 2
     pair, zero, finish = products(most)
 
@@ -138,8 +147,11 @@ def make(*, kind: str, wide: bool, most: int, stages: int, span: int) -> Kernel:
         tid = int32(thread_index())
         sm = shared_base()
         if tid == 0:
-            start_barriers(uint32(sm + RING.bars), stages)
-        sync_threads()
+            start_barriers(uint32(sm + RING.bars), STAGES, READERS)
+        if TENSOR:
+            tensor = start_tensor(RING, sm, tid)
+        else:
+            sync_threads()
         wait_for_previous_kernel()
         let_next_kernel_start()
         shift = int32(chunk >> 7)
@@ -154,7 +166,8 @@ def make(*, kind: str, wide: bool, most: int, stages: int, span: int) -> Kernel:
         phase = int32(0)
         role = int32(warp_min_u32(uint32(tid >> 7)))  # for the compiler: uniform
         if role == 0:
-            give_some_registers()
+            if not TENSOR:
+                give_some_registers()
             scale_bytes = int32(WEIGHTS.scales)
             chunk_bytes = int32(chunk * (WEIGHTS.codes // 64) + scale_bytes)
             last = int32(((n + 15) >> 4) - 1)
@@ -176,25 +189,42 @@ def make(*, kind: str, wide: bool, most: int, stages: int, span: int) -> Kernel:
                                        scale_bytes, stage, phase)  # fmt: skip
                 number = int32(number + blocks)
         else:
-            take_most_registers()
-            crew = int32(role - 1)
-            t = int32(tid & 127)
-            part = int32(t >> 5)
-            at = uint32(sm + RING.rest + crew * TURNING)
+            lane = int32(tid & 31)
+            warp = int32((tid >> 5) - 4)
+            if TENSOR:
+                crew = int32((warp & 3) >> 1)  # whose outputs this warp can read, and its place among those
+                t = int32(((warp >> 2) * 2 + (warp & 1)) * 32 + lane)
+                count = int32(0)
+                finished = int32(0)
+            else:
+                take_most_registers()
+                crew = int32(role - 1)
+                t = int32(tid & 127)
+            at = uint32(sm + RING.rest + TILES + crew * TURNING)
             pitch = int32(n * groups)
             while number < tiles:
                 row, group, place = tile_of(number, down, across, groups, span)
                 row = int32(row * columns)
-                acc, stage, phase = multiply(RING, WEIGHTS, pair, zero, finish, sm, int32(crew * 4 + part),
-                                             int32(t & 31), columns, steps, shift, stage, phase)  # fmt: skip
+                if TENSOR:
+                    acc = tensor
+                    stage, phase, count, finished = multiply_tensor(
+                        RING, WEIGHTS, sm, tensor, uint32(sm + RING.rest), warp, lane, columns, steps, shift,
+                        stage, phase, count, finished,
+                    )  # fmt: skip
+                else:
+                    acc, stage, phase = multiply(
+                        RING, WEIGHTS, pair, zero, finish, sm, warp, lane, columns, steps, shift, stage, phase
+                    )
                 first = int32(place * TILE_ROWS + crew * 64)
                 to = y + (int64(row) * pitch + group * n + first) * BYTES
                 left = int32(min(columns, rows - row))
                 if wide:
-                    store_f32(acc, most, at, crew, part, t, to, pitch, int32(n - first), left)
+                    store_f32(TENSOR, acc, most, at, crew, warp, t, to, pitch, int32(n - first), left)
                 else:
-                    store_bf16(acc, most, at, crew, part, t, to, pitch, int32(n - first), left)
+                    store_bf16(TENSOR, acc, most, at, crew, warp, t, to, pitch, int32(n - first), left)
                 number = int32(number + blocks)
+        if TENSOR:
+            end_tensor(tensor, tid)
 
     return dense
 
@@ -207,7 +237,7 @@ def entries(width: Width) -> list[Entry]:
     found = []
     for kind, shape in SHAPES.items():
         size = n * k * (2 if kind == "bf16" else 1) + rows * (2 * k + 2 * n)
-        found.append(Entry(f"dense.{kind}", make, {"kind": kind, **shape}, HOPPER, product, size, 2 * rows * n * k))
+        found.append(Entry(f"dense.{kind}", make, {"kind": kind, **shape}, ALL_CHIPS, product, size, 2 * rows * n * k))
     return found
 
 

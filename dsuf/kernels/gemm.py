@@ -33,7 +33,14 @@ from dsuf.kernels.ptx.copy import (
     mbarrier_init,
     mbarrier_wait,
 )
-from dsuf.kernels.ptx.fragments import fp4_multiplier, fp4x16_bf16, fp8_multiplier, fp8x16_bf16, opaque_address
+from dsuf.kernels.ptx.fragments import (
+    fp4_multiplier,
+    fp4x16_bf16,
+    fp4x16_bf16_nibbles,
+    fp8_multiplier,
+    fp8x16_bf16,
+    opaque_address,
+)
 from dsuf.kernels.ptx.memory import lds_u16, lds_u32x4
 from dsuf.kernels.ptx.mma import stmatrix_x4_trans
 from dsuf.kernels.ptx.sync import sync_named
@@ -51,19 +58,20 @@ DEPTH = 64  # columns of a stage
 THREADS = 384
 TURN = 64 * 128  # bytes of a warpgroup's turning tile of 64 rows by 64 bf16 outputs
 ALIGN = 1024  # of swizzled rows
+MORE_BARS = 32  # bytes behind the ring's barriers: gemm_tensor.py has more
 
 
 @dataclass(frozen=True)
 class Format:
-    """Packed weights: bytes of 64 columns of a tile, largest size of a chunk's scales, widest chunk."""
+    """Packed weights: bytes of 64 columns of a tile, largest size of a chunk's scales."""
 
     name: str
     codes: int
     scales: int
-    most: int
 
 
-FP8, FP4, BF16 = Format("fp8", 1024, 16, 256), Format("fp4", 512, 128, 256), Format("bf16", 2048, 0, 128)
+FP8, FP4, BF16 = Format("fp8", 1024, 16), Format("fp4", 512, 128), Format("bf16", 2048, 0)
+FP4_NIBBLES = Format("fp4 nibbles", 512, 128)  # as pack_fp4 has them for Blackwell
 
 
 @dataclass(frozen=True)
@@ -84,7 +92,7 @@ class Ring:
         codes = stages * rows * 128
         scales = codes + stages * PARTS * weights.codes
         bars = scales + stages * PARTS * weights.scales
-        rest = -(-(bars + 16 * stages) // ALIGN) * ALIGN
+        rest = -(-(bars + 16 * stages + MORE_BARS) // ALIGN) * ALIGN
         return cls(rows, stages, codes, scales, bars, rest, rest + more)
 
 
@@ -95,11 +103,11 @@ def product_column(c: Any) -> Any:
 
 
 @inline
-def start_barriers(bar: Any, stages: Any) -> None:
-    """One thread: `full` barriers (128 threads' copies and one expectation), then `empty` ones (8 warps)."""
+def start_barriers(bar: Any, stages: Any, readers: Any) -> None:
+    """One thread: `full` barriers (128 threads' copies and one expectation), then `empty` ones (`readers` arrivals)."""
     for s in unroll(stages):
         mbarrier_init(uint32(bar + 8 * s), uint32(129))
-        mbarrier_init(uint32(bar + 8 * (stages + s)), uint32(8))
+        mbarrier_init(uint32(bar + 8 * (stages + s)), uint32(readers))
     fence_async()
 
 
@@ -168,7 +176,7 @@ def packed_stage(weights: Any, codes: Any, scales: Any, group: Any, wide: Any, l
         raw[0:4] = lds_u32x4(uint32(codes + lane * 16))
         raw[4:8] = lds_u32x4(uint32(codes + 512 + lane * 16))
         raw[8] = lds_u16(uint32(scales + group))
-    if weights.name == "fp4":
+    if weights.name == "fp4" or weights.name == "fp4 nibbles":
         at = uint32(scales + (lane >> 2) * 2 * wide + group)
         raw[0:4] = lds_u32x4(uint32(codes + lane * 16))
         raw[8] = lds_u16(at)
@@ -184,6 +192,9 @@ def fragments(weights: Any, half: Any, raw: Any, codes: Any, lane: Any) -> Any:
         a = fp8x16_bf16(raw[4 * half : 4 * half + 4], fp8_multiplier[half](raw[8]))
     if weights.name == "fp4":
         a = fp4x16_bf16(raw[2 * half : 2 * half + 2], fp4_multiplier[half](raw[8]), fp4_multiplier[half](raw[9]))
+    if weights.name == "fp4 nibbles":
+        even, odd = fp4_multiplier[half](raw[8]), fp4_multiplier[half](raw[9])
+        a = fp4x16_bf16_nibbles(raw[2 * half : 2 * half + 2], even, odd)
     if weights.name == "bf16":
         a[0:4] = lds_u32x4(uint32(codes + half * 1024 + lane * 16))
         a[4:8] = lds_u32x4(uint32(codes + half * 1024 + 512 + lane * 16))

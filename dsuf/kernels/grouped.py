@@ -1,4 +1,4 @@
-"""Routed FP4 experts of a prefill chunk on Hopper: each multiplies the rows that chose it (gemm.py has the loops).
+"""Routed FP4 experts of a prefill chunk: each multiplies the rows that chose it (loops: gemm.py, gemm_tensor.py).
 
     gate_up   h = q8(silu(min(w1 x, limit)) clamp(w3 x, -limit, limit) w_e)       one row for each (row, slot) pair
     down      y = w2 h
@@ -22,6 +22,7 @@ from dsuf.kernels.catalogue import Entry, Width
 from dsuf.kernels.experts import silu
 from dsuf.kernels.gemm import (
     FP4,
+    FP4_NIBBLES,
     PARTS,
     THREADS,
     TILE_ROWS,
@@ -35,6 +36,7 @@ from dsuf.kernels.gemm import (
     start_barriers,
     turn,
 )
+from dsuf.kernels.gemm_tensor import WEIGHT_TILE, end_tensor, multiply_tensor, start_tensor, turn_tensor
 from dsuf.kernels.lang import Kernel, f32, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
 from dsuf.kernels.plan import MOST_EXPERTS, job_of, read_plan
 from dsuf.kernels.ptx.convert import (
@@ -53,7 +55,7 @@ from dsuf.kernels.ptx.convert import (
 )
 from dsuf.kernels.ptx.fragments import quotient
 from dsuf.kernels.ptx.memory import ldg_f32, ldg_u32, lds_u32x4, shared_base, stg_u32, stg_u32x4
-from dsuf.kernels.ptx.op import HOPPER
+from dsuf.kernels.ptx.op import ALL_CHIPS, BLACKWELL
 from dsuf.kernels.ptx.sync import (
     block_count,
     block_index,
@@ -120,9 +122,13 @@ def scatter(tile: Any, t: Any, first: Any, left: Any, order: Any, y: Any, d: Any
             stg_u32x4(y + (pair * d + n + piece * 8) * 2, lds_u32x4(uint32(at + i * 2048)))
 
 
-def make_gate_up(*, most: int, stages: int) -> Kernel:
+def make_gate_up(*, most: int, stages: int, chip: str) -> Kernel:
     """most: rows of a tile, a multiple of 64 up to 256."""
-    RING = Ring.of(FP4, most, stages, 2 * TURN + PLAN_BYTES)
+    TENSOR = chip in BLACKWELL
+    WEIGHTS = FP4_NIBBLES if TENSOR else FP4
+    STAGES_, TILES = (min(stages, 4), 2 * WEIGHT_TILE) if TENSOR else (stages, 0)
+    RING = Ring.of(WEIGHTS, most, STAGES_, TILES + 2 * TURN + PLAN_BYTES)
+    READERS = 1 if TENSOR else 8
     pair, zero, finish = products(most)
 
     @kernel(threads=THREADS, grid=(SM_COUNT,), shared=RING.size, name=f"grouped_gate_up_{most}_s{stages}")
@@ -132,9 +138,11 @@ def make_gate_up(*, most: int, stages: int) -> Kernel:
     ) -> None:  # fmt: skip
         tid = int32(thread_index())
         sm = shared_base()
-        plan = uint32(sm + RING.rest + 2 * TURN)
+        plan = uint32(sm + RING.rest + TILES + 2 * TURN)
         if tid == 0:
-            start_barriers(uint32(sm + RING.bars), stages)
+            start_barriers(uint32(sm + RING.bars), STAGES_, READERS)
+        if TENSOR:
+            tensor = start_tensor(RING, sm, tid)
         wait_for_previous_kernel()
         let_next_kernel_start()
         jobs = read_plan(plan, offsets, experts, most, tid, THREADS)
@@ -146,13 +154,14 @@ def make_gate_up(*, most: int, stages: int) -> Kernel:
         phase = int32(0)
         role = int32(warp_min_u32(uint32(tid >> 7)))  # for the compiler: uniform
         if role == 0:
-            give_some_registers()
+            if not TENSOR:
+                give_some_registers()
             number = int32(block_index())
             scale_bytes = int32(chunk >> 1)
             size = int32(chunk * 8 + scale_bytes)
             last = int32((i >> 5) - 1)
             rows = regs(most // 16)
-            mine, _ = copy_of(tid, FP4)
+            mine, _ = copy_of(tid, WEIGHTS)
             while number < tiles:
                 job = quotient(number, across)
                 place = int32(number - job * across)
@@ -166,36 +175,59 @@ def make_gate_up(*, most: int, stages: int) -> Kernel:
                     base = base + chunk * 8
                 source = x + (tid & 7) * 16
                 pieces = int32((count + 15) >> 4)
-                stage, phase = produce(RING, FP4, sm, tid, steps, shift, source, rows, pieces, base, int32(4 * size),
-                                       scale_bytes, stage, phase)  # fmt: skip
+                stage, phase = produce(RING, WEIGHTS, sm, tid, steps, shift, source, rows, pieces, base,
+                                       int32(4 * size), scale_bytes, stage, phase)  # fmt: skip
                 number = int32(number + block_count())
         else:
-            take_most_registers()
             number = int32(block_index())
-            crew = int32(role - 1)
-            t = int32(tid & 127)
-            part = int32(t >> 5)
-            tile = uint32(sm + RING.rest + crew * TURN)
+            lane = int32(tid & 31)
+            warp = int32((tid >> 5) - 4)
+            if TENSOR:
+                crew = int32((warp & 3) >> 1)  # whose outputs this warp can read, and its place among those
+                t = int32(((warp >> 2) * 2 + (warp & 1)) * 32 + lane)
+                turns = int32(0)
+                finished = int32(0)
+            else:
+                take_most_registers()
+                crew = int32(role - 1)
+                t = int32(tid & 127)
+            tile = uint32(sm + RING.rest + TILES + crew * TURN)
             while number < tiles:
                 job = quotient(number, across)
                 channel = int32((number - job * across) * 64 + crew * 32)
                 expert, first, count = job_of(plan, job, experts)
-                acc, stage, phase = multiply(RING, FP4, pair, zero, finish, sm, int32(crew * 4 + part), int32(t & 31),
-                                             count, steps, shift, stage, phase)  # fmt: skip
+                if TENSOR:
+                    stage, phase, turns, finished = multiply_tensor(
+                        RING, WEIGHTS, sm, tensor, uint32(sm + RING.rest), warp, lane, count, steps, shift,
+                        stage, phase, turns, finished,
+                    )  # fmt: skip
+                else:
+                    acc, stage, phase = multiply(
+                        RING, WEIGHTS, pair, zero, finish, sm, warp, lane, count, steps, shift, stage, phase
+                    )
                 for q in unroll(0, most, 64):
                     if q < count:
-                        turn(acc, q, tile, part, int32(t & 31))
+                        if TENSOR:
+                            turn_tensor(tensor, q, tile, 0, warp, lane)
+                        else:
+                            turn(acc, q, tile, int32(warp & 3), lane)
                         group_barrier(crew)
                         hidden_rows(tile, t, int32(first + q), int32(count - q), order, weights, h, i, channel, limit)
                         group_barrier(crew)
                 number = int32(number + block_count())
+        if TENSOR:
+            end_tensor(tensor, tid)
 
     return gate_up
 
 
-def make_down(*, most: int, stages: int) -> Kernel:
+def make_down(*, most: int, stages: int, chip: str) -> Kernel:
     """The same for the second product."""
-    RING = Ring.of(FP4, most, stages, 2 * TURN + PLAN_BYTES)
+    TENSOR = chip in BLACKWELL
+    WEIGHTS = FP4_NIBBLES if TENSOR else FP4
+    STAGES_, TILES = (min(stages, 4), 2 * WEIGHT_TILE) if TENSOR else (stages, 0)
+    RING = Ring.of(WEIGHTS, most, STAGES_, TILES + 2 * TURN + PLAN_BYTES)
+    READERS = 1 if TENSOR else 8
     pair, zero, finish = products(most)
 
     @kernel(threads=THREADS, grid=(SM_COUNT,), shared=RING.size, name=f"grouped_down_{most}_s{stages}")
@@ -204,9 +236,11 @@ def make_down(*, most: int, stages: int) -> Kernel:
     ) -> None:  # fmt: skip
         tid = int32(thread_index())
         sm = shared_base()
-        plan = uint32(sm + RING.rest + 2 * TURN)
+        plan = uint32(sm + RING.rest + TILES + 2 * TURN)
         if tid == 0:
-            start_barriers(uint32(sm + RING.bars), stages)
+            start_barriers(uint32(sm + RING.bars), STAGES_, READERS)
+        if TENSOR:
+            tensor = start_tensor(RING, sm, tid)
         wait_for_previous_kernel()
         let_next_kernel_start()
         jobs = read_plan(plan, offsets, experts, most, tid, THREADS)
@@ -218,13 +252,14 @@ def make_down(*, most: int, stages: int) -> Kernel:
         phase = int32(0)
         role = int32(warp_min_u32(uint32(tid >> 7)))  # for the compiler: uniform
         if role == 0:
-            give_some_registers()
+            if not TENSOR:
+                give_some_registers()
             number = int32(block_index())
             scale_bytes = int32(chunk >> 1)
             size = int32(chunk * 8 + scale_bytes)
             last = int32((d >> 4) - 1)
             rows = regs(most // 16)
-            mine, _ = copy_of(tid, FP4)
+            mine, _ = copy_of(tid, WEIGHTS)
             while number < tiles:
                 job = quotient(number, across)
                 place = int32(number - job * across)
@@ -237,29 +272,48 @@ def make_down(*, most: int, stages: int) -> Kernel:
                     base = base + chunk * 8
                 source = h + (tid & 7) * 16
                 pieces = int32((count + 15) >> 4)
-                stage, phase = produce(RING, FP4, sm, tid, steps, shift, source, rows, pieces, base, size, scale_bytes,
-                                       stage, phase)  # fmt: skip
+                stage, phase = produce(RING, WEIGHTS, sm, tid, steps, shift, source, rows, pieces, base, size,
+                                       scale_bytes, stage, phase)  # fmt: skip
                 number = int32(number + block_count())
         else:
-            take_most_registers()
             number = int32(block_index())
-            crew = int32(role - 1)
-            t = int32(tid & 127)
-            part = int32(t >> 5)
-            tile = uint32(sm + RING.rest + crew * TURN)
+            lane = int32(tid & 31)
+            warp = int32((tid >> 5) - 4)
+            if TENSOR:
+                crew = int32((warp & 3) >> 1)  # whose outputs this warp can read, and its place among those
+                t = int32(((warp >> 2) * 2 + (warp & 1)) * 32 + lane)
+                turns = int32(0)
+                finished = int32(0)
+            else:
+                take_most_registers()
+                crew = int32(role - 1)
+                t = int32(tid & 127)
+            tile = uint32(sm + RING.rest + TILES + crew * TURN)
             while number < tiles:
                 job = quotient(number, across)
                 n = int32((number - job * across) * TILE_ROWS + crew * 64)
                 expert, first, count = job_of(plan, job, experts)
-                acc, stage, phase = multiply(RING, FP4, pair, zero, finish, sm, int32(crew * 4 + part), int32(t & 31),
-                                             count, steps, shift, stage, phase)  # fmt: skip
+                if TENSOR:
+                    stage, phase, turns, finished = multiply_tensor(
+                        RING, WEIGHTS, sm, tensor, uint32(sm + RING.rest), warp, lane, count, steps, shift,
+                        stage, phase, turns, finished,
+                    )  # fmt: skip
+                else:
+                    acc, stage, phase = multiply(
+                        RING, WEIGHTS, pair, zero, finish, sm, warp, lane, count, steps, shift, stage, phase
+                    )
                 for q in unroll(0, most, 64):
                     if q < count:
-                        turn(acc, q, tile, part, int32(t & 31))
+                        if TENSOR:
+                            turn_tensor(tensor, q, tile, 0, warp, lane)
+                        else:
+                            turn(acc, q, tile, int32(warp & 3), lane)
                         group_barrier(crew)
                         scatter(tile, t, int32(first + q), int32(count - q), order, y, d, n)
                         group_barrier(crew)
                 number = int32(number + block_count())
+        if TENSOR:
+            end_tensor(tensor, tid)
 
     return down
 
@@ -273,6 +327,6 @@ def entries(width: Width) -> list[Entry]:
     matrix = spec.n_routed_experts * (d * i // 2 + d * i // 32)
     shape = {"most": MOST, "stages": STAGES}
     return [
-        Entry("grouped.gate_up", make_gate_up, shape, HOPPER, experts_sum, 2 * matrix, 4 * pairs * d * i),
-        Entry("grouped.down", make_down, shape, HOPPER, experts_sum, matrix, 2 * pairs * d * i),
+        Entry("grouped.gate_up", make_gate_up, shape, ALL_CHIPS, experts_sum, 2 * matrix, 4 * pairs * d * i),
+        Entry("grouped.down", make_down, shape, ALL_CHIPS, experts_sum, matrix, 2 * pairs * d * i),
     ]

@@ -41,13 +41,13 @@ def variants() -> dict[str, Any]:
     """Kernels to compare, by name."""
     found: dict[str, Any] = {}
     for kind, shape in dense.SHAPES.items():
-        found[f"dense.{kind}"] = dense.make(kind=kind, **shape)
-    base = {"kind": "fp8", **dense.SHAPES["fp8"]}
+        found[f"dense.{kind}"] = dense.make(kind=kind, chip=CHIP, **shape)
+    base = {"kind": "fp8", "chip": CHIP, **dense.SHAPES["fp8"]}
     found["dense.fp8/s4"] = dense.make(**{**base, "stages": 4})
-    found["dense.plain"] = dense.make(kind="bf16", wide=False, most=256, stages=4, span=8)
+    found["dense.plain"] = dense.make(kind="bf16", wide=False, most=256, stages=4, span=8, chip=CHIP)
     found["grouped.plan"] = plan.make()
-    found["grouped.gate_up"] = grouped.make_gate_up(most=grouped.MOST, stages=grouped.STAGES)
-    found["grouped.down"] = grouped.make_down(most=grouped.MOST, stages=grouped.STAGES)
+    found["grouped.gate_up"] = grouped.make_gate_up(most=grouped.MOST, stages=grouped.STAGES, chip=CHIP)
+    found["grouped.down"] = grouped.make_down(most=grouped.MOST, stages=grouped.STAGES, chip=CHIP)
     return found
 
 

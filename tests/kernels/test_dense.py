@@ -12,7 +12,8 @@ from dsuf.ops.product import grouped_product, product
 from tests.kernels.helpers import BF16_STEP, assert_near, bf16, execute, fp8_weight, q8_rows, values
 
 ORDER = np.array([8 * t + 4 * m + 2 * h + j for m in (0, 1) for h in (0, 1) for t in range(4) for j in (0, 1)])
-SMALL = {"wide": False, "most": 64, "stages": 2, "span": 2}
+SMALL = {"wide": False, "most": 64, "stages": 2, "span": 2, "chip": "sm_90a"}
+CHIPS = ("sm_90a", "sm_103a")
 
 
 def in_product_order(bits: np.ndarray) -> np.ndarray:
@@ -31,13 +32,14 @@ def chunk_for(kind: str, k: int) -> int:
     return pack.chunk_width(k, pack.BF16_CHUNK if kind == "bf16" else pack.FP8_CHUNK)
 
 
+@pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize(("rows", "n", "k", "grid"), [(1, 16, 64, 1), (65, 144, 192, 3), (130, 144, 1280, 2)])
-def test_quantised_rows(rows: int, n: int, k: int, grid: int):
+def test_quantised_rows(chip: str, rows: int, n: int, k: int, grid: int):
     rng = np.random.default_rng(rows)
     weight = fp8_weight(rng, n, k)
     bits, x = decoded(rng.standard_normal((rows, k)))
     y = np.full((rows, n), 0x7FC0, np.uint16)
-    kernel = dense.make(kind="fp8", **SMALL)
+    kernel = dense.make(kind="fp8", **{**SMALL, "chip": chip})
     execute(kernel, [pack.pack_fp8(*weight), bits, y, rows, n, k, 1, chunk_for("fp8", k)], grid=(grid, 1))
     expected = product(x, formats.dequantise_fp8_blocks(*weight).astype(np.float64).T)
     assert_near(values(y), expected, BF16_STEP, 1e-4)
@@ -50,7 +52,7 @@ def test_wider_tiles(most: int):
     weight = fp8_weight(rng, n, k)
     bits, x = decoded(rng.standard_normal((rows, k)))
     y = np.full((rows, n), 0x7FC0, np.uint16)
-    kernel = dense.make(kind="fp8", wide=False, most=most, stages=2, span=2)
+    kernel = dense.make(kind="fp8", wide=False, most=most, stages=2, span=2, chip="sm_90a")
     execute(kernel, [pack.pack_fp8(*weight), bits, y, rows, n, k, 1, chunk_for("fp8", k)], grid=(1, 1))
     expected = product(x, formats.dequantise_fp8_blocks(*weight).astype(np.float64).T)
     assert_near(values(y), expected, BF16_STEP, 1e-4)
@@ -73,12 +75,13 @@ def test_grouped_rows():
     assert_near(values(y), expected, BF16_STEP, 1e-4)
 
 
+@pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize(("rows", "n", "k"), [(3, 16, 64), (66, 48, 1152)])
-def test_bf16_weights_give_float32(rows: int, n: int, k: int):
+def test_bf16_weights_give_float32(chip: str, rows: int, n: int, k: int):
     rng = np.random.default_rng(n)
     weight, x = bf16(rng, n, k), bf16(rng, rows, k)
     y = np.full((rows, n), np.nan, np.float32)
-    kernel = dense.make(kind="bf16", **{**SMALL, "wide": True})
+    kernel = dense.make(kind="bf16", **{**SMALL, "wide": True, "chip": chip})
     arguments = [pack.pack_bf16(weight), in_product_order(x), y, rows, n, k, 1, chunk_for("bf16", k)]
     execute(kernel, arguments, grid=(2, 1))
     assert_near(y.astype(np.float64), product(values(x), values(weight).T), 1e-5, 1e-4)
@@ -91,7 +94,7 @@ def test_a_row_is_the_same_bits_whatever_runs_beside_it():
     got = {}
     for rows, most in ((1, 64), (65, 64), (130, 64), (130, 128)):
         y = np.zeros((rows, n), np.uint16)
-        kernel = dense.make(kind="fp8", wide=False, most=most, stages=2, span=2)
+        kernel = dense.make(kind="fp8", wide=False, most=most, stages=2, span=2, chip="sm_90a")
         execute(kernel, [weight, decoded(x[:rows])[0], y, rows, n, k, 1, chunk_for("fp8", k)])
         got[rows, most] = y
     for rows in ((1, 64), (65, 64), (130, 128)):

@@ -20,7 +20,7 @@ class Layer:
     """Random experts, packed and dequantised."""
 
     def __init__(self, rng: np.random.Generator, d: int, i: int, chip: str = "sm_90a"):
-        self.d, self.i = d, i
+        self.d, self.i, self.chip = d, i, chip
         self.chunks = pack.chunk_width(d, GATE_UP_CHUNK), pack.chunk_width(i)
         raw = [[fp4_weight(rng, *shape) for shape in ((i, d), (i, d), (d, i))] for _ in range(EXPERTS)]
         self.dense = [[formats.dequantise_fp4_rows(*w).astype(np.float64) for w in one] for one in raw]
@@ -67,10 +67,10 @@ def run_layer(layer: Layer, x: np.ndarray, chosen: np.ndarray, weights: np.ndarr
     pairs, top = chosen.size, chosen.shape[1]
     h, y = np.full((pairs, layer.i), 0x7FC0, np.uint16), np.full((pairs, layer.d), 0x7FC0, np.uint16)
     sizes = [layer.d, layer.i]
-    gate_up = grouped.make_gate_up(most=MOST, stages=2)
+    gate_up = grouped.make_gate_up(most=MOST, stages=2, chip=layer.chip)
     arguments = [layer.w13, bits, offsets, order, weights, h, EXPERTS, top, *sizes, LIMIT, layer.chunks[0]]
     execute(gate_up, arguments, grid=(grid, 1))
-    down = grouped.make_down(most=MOST, stages=2)
+    down = grouped.make_down(most=MOST, stages=2, chip=layer.chip)
     execute(down, [layer.w2, h, offsets, order, y, EXPERTS, *sizes, layer.chunks[1]], grid=(grid, 1))
     hidden = np.full((pairs, layer.i), np.nan)
     live = order[: offsets[-1]]
@@ -96,10 +96,11 @@ def check_layer(layer: Layer, exact, hidden, y, chosen, weights) -> None:
             assert_near(values(y[pair]), w2 @ hidden[pair], BF16_STEP, 1e-3 * np.abs(w2 @ hidden[pair]).max())
 
 
+@pytest.mark.parametrize("chip", ["sm_90a", "sm_103a"])
 @pytest.mark.parametrize(("rows", "kind"), [(1, "spread"), (7, "spread"), (90, "spread"), (120, "crowded")])
-def test_experts_agree_with_the_op(rows: int, kind: str):
+def test_experts_agree_with_the_op(chip: str, rows: int, kind: str):
     rng = np.random.default_rng(rows)
-    layer = Layer(rng, 128, 64)
+    layer = Layer(rng, 128, 64, chip)
     chosen = routing(rng, rows, kind)
     weights = rng.uniform(0.1, 1.5, chosen.shape).astype(np.float32)
     out = run_layer(layer, rng.standard_normal((rows, layer.d)), chosen, weights)
@@ -108,7 +109,16 @@ def test_experts_agree_with_the_op(rows: int, kind: str):
 
 def test_real_chunks_and_an_odd_number_of_items():
     rng = np.random.default_rng(2)
-    layer = Layer(rng, 1280, 1280 + 256)
+    layer = Layer(rng, 1024, 192)
+    chosen = np.array([[0, 4], [2, 4]], np.int32)
+    weights = rng.uniform(0.1, 1.5, chosen.shape).astype(np.float32)
+    out = run_layer(layer, rng.standard_normal((2, layer.d)), chosen, weights, grid=1)
+    check_layer(layer, *out, chosen, weights)
+
+
+def test_a_wide_second_product():
+    rng = np.random.default_rng(3)
+    layer = Layer(rng, 64, 1024)
     chosen = np.array([[0, 4], [2, 4]], np.int32)
     weights = rng.uniform(0.1, 1.5, chosen.shape).astype(np.float32)
     out = run_layer(layer, rng.standard_normal((2, layer.d)), chosen, weights, grid=1)
