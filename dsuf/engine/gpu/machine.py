@@ -35,6 +35,7 @@ from dsuf.spec import Spec
 if TYPE_CHECKING:
     from dsuf.engine.gpu.device import Device
 
+AHEAD: frozenset[str] = frozenset()  # weights that decode steps ask for ahead of their kernels
 LOOKAHEAD = 64  # tokens beyond the context that ropes, page tables and pages have room for
 
 
@@ -122,7 +123,11 @@ class Machine:
         pages = Pages(device, spec, slots=slots, count=ledger.pages, most_pages=most_pages)
         counters = device.allocate(64, KIND)
         device.zero(counters, 64)
-        model = Model(spec, weights, pages.caches, work, pad_class, counters, counters + 4)
+        sizes = {weights.address(part): part.nbytes for part in weights.parts}
+        model = Model(
+            spec, weights, pages.caches, work, pad_class, AHEAD, sizes, expert_counter=counters,
+            draft_expert_counter=counters + 4,
+        )  # fmt: skip
         steps = StepGraphs(device, model, slots, graphs=graphs)
         context = min(ledger.max_context, ledger.pages * PAGE_TOKENS - LOOKAHEAD)
         return cls(device, checkpoint, spec, context, slots, ledger, pages, model, steps, counters)
