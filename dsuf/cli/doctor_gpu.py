@@ -31,7 +31,7 @@ def examine(environment: Environment) -> Iterator[Finding]:
 
 
 def _driver(found: machine.Gpus) -> Finding:
-    from dsuf.engine.gpu.device import check_driver
+    from dsuf.engine.gpu.chips import check_driver
 
     major, _, minor = (found.driver or "0.0").partition(".")
     try:
@@ -42,7 +42,7 @@ def _driver(found: machine.Gpus) -> Finding:
 
 
 def _device(gpu: machine.Gpu) -> tuple[Finding, str | None]:
-    from dsuf.engine.gpu.device import chip_of
+    from dsuf.engine.gpu.chips import chip_of
 
     what = f"GPU {gpu.index}: {gpu.name} ({gpu.sm}, {gpu.memory_bytes / 1e9:.0f} GB)"
     number = int(gpu.sm.removeprefix("sm_"))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsuf.config import parse_gpus
+from dsuf.engine.gpu.chips import CHIPS, OLDEST_DRIVER
 from dsuf.errors import DeviceError
 
 
@@ -68,6 +69,7 @@ def memory_bytes() -> tuple[int, int]:
 
 
 MOST_GPUS = 1  # that one engine runs on
+DEVICE_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # one of them is there where a CUDA driver works
 
 
 def find_gpus() -> Gpus:
@@ -110,9 +112,11 @@ def choose_gpus(flag: str | None) -> tuple[int, ...]:
     """Devices to use for --gpus `flag`; () is the CPU backend.
 
     Raises DeviceError, with what was found, when more is asked for than there is or than the engine runs on: fewer are
-    never taken in silence. Without the flag: the CPU.
+    never taken in silence. Without the flag: what is there and the engine runs on, else the CPU.
     """
-    wanted = parse_gpus(flag) if flag is not None else 0
+    if flag is None:
+        return _usable_gpus()
+    wanted = parse_gpus(flag)
     if wanted in (0, ()):
         return ()
     found = find_gpus()
@@ -125,3 +129,15 @@ def choose_gpus(flag: str | None) -> tuple[int, ...]:
     if len(chosen) > MOST_GPUS:
         raise DeviceError(f"--gpus {flag}: the engine runs on {MOST_GPUS} GPU so far (found {names}). Name one.")
     return chosen
+
+
+def _usable_gpus() -> tuple[int, ...]:
+    """GPUs that the engine runs on, as many as it can take; no driver is asked where no device file is."""
+    if not any(path.exists() for path in DEVICE_FILES):
+        return ()
+    found = find_gpus()
+    major, _, minor = (found.driver or "0.0").partition(".")
+    if 1000 * int(major) + 10 * int(minor) < OLDEST_DRIVER:
+        return ()
+    usable = [gpu.index for gpu in found.devices if gpu.sm in {f"sm_{a}{b}" for a, b in CHIPS}]
+    return tuple(usable[:MOST_GPUS])

@@ -13,7 +13,8 @@ Ckpt = Annotated[
     str, typer.Option("--ckpt", help="Checkpoint folder, or a built-in one: toy or noise.", metavar="NAME|DIR")
 ]
 Gpus = Annotated[
-    str | None, typer.Option("--gpus", help="A count (4), devices (0,1 or 3,), or 0 for the CPU. Default: all usable.")
+    str | None,
+    typer.Option("--gpus", help="A count (4), devices (0,1 or 3,), or 0 for the CPU. Default: what is there."),
 ]
 Numerics = Annotated[str, typer.Option("--numerics", help="exact32, qdq32, qdq64 or bf16: how the CPU backend rounds.")]
 Prefill = Annotated[

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from dsuf.cli.live import progress, say
 from dsuf.cli.machine import choose_gpus
 from dsuf.config import parse_switch, parse_verify, read_environment
+from dsuf.errors import ConfigError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -71,7 +72,9 @@ def engine_options(
     """Check the engine's flags before anything is loaded; `ckpt` is filled in by `prepare`."""
     from dsuf.engine.options import EngineOptions
 
-    environment, chosen = read_environment(), choose_gpus(gpus)
+    environment = read_environment()
+    on_cpu = gpus is None and numerics != EngineOptions.numerics  # only the CPU has a choice of numerics
+    chosen = () if on_cpu else choose_gpus(gpus)
     return EngineOptions(
         ckpt=Path(),
         numerics=numerics,
@@ -82,6 +85,7 @@ def engine_options(
         max_sequences=max_sequences,
         prefill_chunk=GPU_CHUNK if chosen else EngineOptions.prefill_chunk,
         gpus=chosen,
+        gpus_named=gpus is not None,
         kernels=environment.kernels,
         cache=environment.cache_dir,
     )
@@ -99,7 +103,22 @@ def prepare(ckpt: str, options: EngineOptions) -> EngineOptions:
         folder = resolve(ckpt, cache_dir=read_environment().cache_dir, progress=update)
     if ckpt in expectations:
         say(expectations[ckpt])
-    return replace(options, ckpt=folder)
+    options = replace(options, ckpt=folder)
+    if options.gpus and not options.gpus_named and not _has_kernels(folder):
+        say("The GPU is not used: no kernels are made for the dimensions of this checkpoint.")
+        return replace(options, gpus=(), prefill_chunk=type(options).prefill_chunk)
+    return options
+
+
+def _has_kernels(folder: Path) -> bool:
+    from dsuf.engine.gpu.launches import width_of
+    from dsuf.spec import Spec
+
+    try:
+        width_of(Spec.load(folder / "config.json"))
+    except ConfigError:
+        return False
+    return True
 
 
 def open_session(ckpt: str, options: EngineOptions, tier: TierFactory | None = None) -> Session:

@@ -30,6 +30,7 @@ class EngineOptions:
     cache_tokens: int | None = None  # room in the caches for all sequences together; None: what the machine has
     park_bytes: int = 1 << 30  # host memory for sequences that are set aside when caches run short
     gpus: tuple[int, ...] = ()  # devices; none: the CPU backend
+    gpus_named: bool = True  # False: they were taken because they are there
     kernels: Path | None = None  # folder of compiled kernels for GPUs; None: those of `cache`, built where missing
     cache: Path | None = None  # the user's build cache
 

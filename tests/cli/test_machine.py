@@ -22,9 +22,25 @@ def test_cores_and_memory_are_real():
 
 
 @pytest.mark.parametrize("flag", [None, "0"])
-def test_no_flag_and_zero_are_the_cpu_and_ask_no_driver(monkeypatch, flag):
+def test_zero_is_the_cpu_as_is_a_machine_without_device_files_and_no_driver_is_asked(monkeypatch, flag):
+    monkeypatch.setattr(machine, "DEVICE_FILES", ())
     monkeypatch.setattr(machine, "find_gpus", lambda: pytest.fail("asked the driver"))
     assert choose_gpus(flag) == ()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "driver", "chosen"),
+    [
+        (H200, "13.0", (0,)),
+        (H200, "12.4", ()),
+        (Gpu(0, "NVIDIA L4", "sm_89", 24 * 10**9), "13.0", ()),
+        (None, None, ()),
+    ],
+)
+def test_without_a_flag_a_gpu_that_the_engine_runs_on_is_used(monkeypatch, tmp_path, gpu, driver, chosen):
+    monkeypatch.setattr(machine, "DEVICE_FILES", (tmp_path,))
+    monkeypatch.setattr(machine, "find_gpus", lambda: Gpus((gpu,) if gpu else (), driver=driver))
+    assert choose_gpus(None) == chosen
 
 
 @pytest.mark.parametrize("flag", ["2", "1,", "0,1"])

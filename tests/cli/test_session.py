@@ -1,0 +1,40 @@
+"""Which backend a session gets where a GPU is there and nobody named one."""
+
+from __future__ import annotations
+
+import pytest
+
+from dsuf.cli import machine, session
+from dsuf.cli.machine import Gpu, Gpus
+
+FLAGS = {"prefill": "truncated", "draft": "on", "verify": "auto", "max_context": None}
+
+
+@pytest.fixture
+def an_h200(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "DEVICE_FILES", (tmp_path,))
+    gpus = Gpus((Gpu(0, "NVIDIA H200", "sm_90", 150 * 10**9),), driver="13.0")
+    monkeypatch.setattr(machine, "find_gpus", lambda: gpus)
+
+
+def options(ckpt, gpus=None, numerics="qdq64"):
+    return session.prepare(ckpt, session.engine_options(gpus, numerics, **FLAGS))
+
+
+def test_the_built_in_checkpoint_runs_on_it(an_h200, environ):
+    chosen = options("toy")
+    assert chosen.gpus == (0,) and chosen.prefill_chunk > 64
+
+
+def test_a_checkpoint_without_kernels_runs_on_the_cpu_and_it_is_said(an_h200, environ, capsys):
+    chosen = options("noise")
+    assert chosen.gpus == () and chosen.prefill_chunk == 64
+    assert "no kernels are made for the dimensions" in capsys.readouterr().err
+
+
+def test_a_gpu_that_was_named_stays_named(an_h200, environ):
+    assert options("noise", gpus="1").gpus == (0,)  # the engine then says what is missing
+
+
+def test_numerics_of_the_cpu_choose_the_cpu(an_h200, environ):
+    assert options("toy", numerics="exact32").gpus == ()
