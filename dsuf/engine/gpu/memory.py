@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from dsuf.engine.gpu import buffers, engram_tables
 from dsuf.engine.gpu.engram_tables import Placement
 from dsuf.engine.gpu.pages import Sizes
-from dsuf.engine.gpu.weight_plan import bytes_by_kind, plan
+from dsuf.engine.gpu.weight_plan import plan
 from dsuf.errors import DeviceError
 from dsuf.kernels import rope
 from dsuf.layout import PAGE_TOKENS, pages_for
 from dsuf.spec import Spec
 
-GB = 1e9
+GB, MIB = 1e9, 1 << 20
 SHOWN = 1_000_000  # bytes from which a kind has a line of its own
 GRAPHS = 768 << 20  # cubins, captured graphs and what the driver takes for them: measured 0.4 GB, with room
 SPARE_SHARE = 0.005  # of the device, never planned
@@ -122,7 +122,9 @@ class _Planner:
     def fixed(self, placement: Placement, context: int) -> dict[str, int]:
         """Everything but the pages."""
         spec, sizes = self.spec, self.sizes
-        kinds = bytes_by_kind(plan(spec, rank=self.rank, ranks=self.ranks))
+        kinds: dict[str, int] = {}
+        for part in plan(spec, rank=self.rank, ranks=self.ranks):
+            kinds[part.kind] = kinds.get(part.kind, 0) + taken(part.nbytes)
         tables = kinds.pop("engram tables", 0)
         entries = {f"weights, {kind}": count for kind, count in kinds.items()}
         entries["weights, engram tables"] = 0 if placement == "host" else tables
@@ -170,5 +172,11 @@ def _too_large(planner: _Planner, placement: Placement, asked: int | None, most:
     )
 
 
+def taken(nbytes: int) -> int:
+    """Bytes that an allocation takes: the driver gives large ones whole pages of 2 MiB (measured on an H200)."""
+    unit = 2 * MIB if nbytes >= MIB else 512
+    return -(-nbytes // unit) * unit
+
+
 def _sum(sizes: dict[str, int | tuple[int, ...]]) -> int:
-    return sum(sum(size) if isinstance(size, tuple) else size for size in sizes.values())
+    return sum(taken(part) for size in sizes.values() for part in (size if isinstance(size, tuple) else (size,)))

@@ -29,7 +29,7 @@ class TestWhatFits:
         assert ledger.max_context == 1_048_576 and ledger.engram == "device"
         assert ledger.pages * 128 >= 8 * 1_048_576
         weights = sum(count for kind, count in ledger.entries.items() if kind.startswith("weights"))
-        assert 110.5e9 < weights < 110.8e9
+        assert abs(weights / 111_079_849_984 - 1) < 1e-4  # what an H200 had less after they were allocated
         assert ledger.planned < FREE
 
     def test_pages_stop_at_what_the_sequences_can_use(self):
@@ -37,7 +37,7 @@ class TestWhatFits:
         assert planned(max_context=4096, cache_tokens=4096 + 128).pages == 33
 
     def test_the_real_checkpoint_needs_more_gpus_than_one(self):
-        with pytest.raises(DeviceError, match=r"this checkpoint needs 3\d\d\.\d+ GB.*experts 288\.78.*Use more GPUs"):
+        with pytest.raises(DeviceError, match=r"this checkpoint needs 3\d\d\.\d+ GB.*experts 288\.8.*Use more GPUs"):
             planned(REAL)
 
     def test_the_real_checkpoint_on_four_gpus_shares_its_tables_or_keeps_them_in_the_host(self):
@@ -45,7 +45,7 @@ class TestWhatFits:
         assert planned(REAL, ranks=4, free=100 * 10**9).engram == "host"
 
     def test_a_context_that_does_not_fit_is_refused_with_the_largest_that_does(self):
-        free = 110_700_000_000
+        free = 111_500_000_000
         with pytest.raises(DeviceError, match=r"a context of 1,048,576 tokens needs.*--max-context (\d+)") as error:
             planned(free=free, max_context=1_048_576)
         most = int(str(error.value).split("--max-context ")[1].split(",")[0])
@@ -83,4 +83,5 @@ def test_what_is_taken_is_what_was_planned():
     held = sum(device.held().values())
     planned_bytes = sum(c for kind, c in ledger.entries.items() if not kind.startswith(("workspace", "graphs")))
     buffers = len(weights.parts) + 20
-    assert planned_bytes <= held <= planned_bytes + 256 * buffers + 20_000  # class map, hash constants, alignment
+    assert held <= planned_bytes + 20_000  # class map and hash constants
+    assert planned_bytes <= held + 512 * buffers + (8 << 20)  # pages of 2 MiB, which the stand-in does not have
