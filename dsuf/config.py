@@ -128,6 +128,32 @@ def read_environment(environ: dict[str, str] | None = None) -> Environment:
     )
 
 
+def read_api_keys(
+    given: list[str], path: Path | None, environment: Environment
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Keys of --api-key (else DSUF_API_KEY) and of --api-key-file, and the names that some have. Raises ConfigError.
+
+    Calls whose keys have one name share what is saved of their prompts; each key without a name has its own.
+    """
+    keys, names = list(given) or ([environment.api_key] if environment.api_key else []), {}
+    if path is not None:
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--api-key-file {path} cannot be read: {error}.") from None
+        for number, parts in enumerate((line.split() for line in lines), 1):
+            if not parts or parts[0].startswith("#"):
+                continue
+            if len(parts) > 2:
+                found = f"line {number} has {len(parts)} words"
+                raise ConfigError(f"--api-key-file {path}: {found}; expected KEY or NAME KEY.")
+            keys.append(parts[-1])
+            names |= {parts[1]: parts[0]} if len(parts) == 2 else {}
+        if not keys:
+            raise ConfigError(f"--api-key-file {path} holds no key. Write one a line, or leave the flag out.")
+    return tuple(dict.fromkeys(keys)), names
+
+
 def private_folder(folder: Path) -> Path:
     """Make `folder` with mode 0700 if it is absent, and refuse one that another user could write to.
 

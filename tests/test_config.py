@@ -19,6 +19,7 @@ from dsuf.config import (
     parse_token_counts,
     parse_verify,
     private_folder,
+    read_api_keys,
     read_environment,
 )
 from dsuf.errors import ConfigError, EnvironmentProblem
@@ -132,3 +133,28 @@ def test_a_link_in_place_of_a_private_folder_is_refused(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "real")
     with pytest.raises(EnvironmentProblem, match="must be a folder of yours"):
         private_folder(tmp_path / "link")
+
+
+class TestApiKeys:
+    def read(self, tmp_path, text, given=(), environ=None):
+        path = tmp_path / "keys"
+        path.write_text(text)
+        return read_api_keys(list(given), path, read_environment(environ or {}))
+
+    def test_flags_stand_before_the_environment_and_a_file_beside_both(self, tmp_path):
+        environ = {"DSUF_API_KEY": "e"}
+        assert read_api_keys([], None, read_environment(environ)) == (("e",), {})
+        assert read_api_keys(["a", "b"], None, read_environment(environ)) == (("a", "b"), {})
+        assert self.read(tmp_path, "# ours\nalice k1\n\nk2\nalice k3\n", ["a"]) == (
+            ("a", "k1", "k2", "k3"),
+            {"k1": "alice", "k3": "alice"},
+        )
+
+    @pytest.mark.parametrize(("text", "told"), [("a b c", "line 1 has 3 words"), ("# none\n", "holds no key")])
+    def test_a_file_that_makes_no_sense_is_told(self, tmp_path, text, told):
+        with pytest.raises(ConfigError, match=told):
+            self.read(tmp_path, text)
+
+    def test_a_file_that_is_not_there_is_told(self, tmp_path):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            read_api_keys([], tmp_path / "none", read_environment({}))

@@ -15,7 +15,7 @@ import typer
 from dsuf.cli import kv, options
 from dsuf.cli.live import say
 from dsuf.cli.session import engine_options, prepare, say_defaults
-from dsuf.config import check_number, private_folder, read_environment
+from dsuf.config import check_number, private_folder, read_api_keys, read_environment
 
 if TYPE_CHECKING:
     from dsuf.engine.options import EngineOptions
@@ -33,7 +33,11 @@ def serve(
         list[str] | None, typer.Option("--served-model-name", help="A further model name; may be repeated.")
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option("--api-key", help="Key that callers must send. Default: DSUF_API_KEY, else none.")
+        list[str] | None,
+        typer.Option("--api-key", help="Key that callers must send; may be repeated. Default: DSUF_API_KEY or none."),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option("--api-key-file", help="Further keys, one `KEY` or `NAME KEY` a line.")
     ] = None,
     max_context: options.MaxContext = None,
     strict_max_tokens: Annotated[
@@ -84,10 +88,11 @@ def serve(
     check_number("--engine-timeout", engine_timeout, 0, 86_400)
     engine = engine_options(gpus, numerics, prefill, draft, verify, max_context)
     environment = read_environment()
-    key = api_key or environment.api_key
+    keys, names = read_api_keys(api_key or [], api_key_file, environment)
     flags = kv.KvFlags(kv_host_bytes, kv_listen, kv_key_file, kv_require_rdma, kv_transport, kv_rdma_ports)
     server = ServerOptions(
-        api_keys=(key,) if key else (),
+        api_keys=keys,
+        key_names=names,
         max_queued_requests=max_queued_requests,
         max_queued_tokens=max_queued_tokens,
         queue_timeout_s=queue_timeout,
@@ -100,7 +105,7 @@ def serve(
     with bind(host, port) as sock:  # a port that is taken is told before anything is loaded
         engine = prepare(ckpt, engine)
         text = _open_text(engine, served_model_name or [], strict_max_tokens)
-        if host not in LOOPBACK and not key:
+        if host not in LOOPBACK and not keys:
             say(f"note: {host} is reachable from other machines and no --api-key is set.")
         address = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
         with runtime_folder(environment.runtime_dir) as folder:

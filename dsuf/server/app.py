@@ -55,7 +55,7 @@ def build_app(
 
     app = Starlette(
         routes=routes(),
-        middleware=[Middleware(Front, service.options.api_keys, service.log)],
+        middleware=[Middleware(Front, service.options, service.log)],
         exception_handlers={kind: problem_response for kind in (HTTPException, HttpProblem, DsufError)},
     )
     app.router.redirect_slashes = False

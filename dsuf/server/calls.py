@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -42,7 +41,7 @@ def endpoint(protocol: Protocol) -> Callable[[Request], Awaitable[Response]]:
         try:
             exchange.enter()
             body = await read_body(request, service.options)
-            exchange.start(await _prompt(service, protocol, body, exchange.reply_id, tenant_of(request)))
+            exchange.start(await _prompt(service, protocol, body, exchange.reply_id, request.scope["tenant"]))
         except ClientDisconnect:
             await exchange.close(Interrupted("disconnect"))
             return _to_nobody()
@@ -117,14 +116,6 @@ async def _prompt(service: Service, protocol: Protocol, body: bytes, reply_id: s
         return await in_thread(body, lambda: text.prompt(protocol, body))
     begun = await in_thread(body, lambda: text.begin(protocol, body))
     return await prefixes.prompt(begun, reply_id, tenant, lambda work: in_thread(body, work))
-
-
-def tenant_of(request: Request) -> str:
-    """Whose saved prefixes a call may use: with several API keys each is a tenant of its own."""
-    if len(request.app.state.service.options.api_keys) < 2:
-        return ""
-    given = request.headers.get("authorization", "").partition(" ")[2].strip() or request.headers.get("x-api-key", "")
-    return hashlib.sha256(given.encode()).hexdigest()[:16]
 
 
 def _session_id(request: Request) -> str | None:

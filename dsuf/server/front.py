@@ -9,13 +9,14 @@ import hmac
 import re
 import traceback
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from dsuf.server.options import ServerOptions
 from dsuf.server.problems import HttpProblem, Style, as_problem, envelope
 
 _PREFIXES = ("anthropic", "beta", "v1")  # in this order; any of them or none
@@ -26,12 +27,12 @@ _CLEAN_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 class Front:
     """Wraps the routed application."""
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str], log: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, app: ASGIApp, options: ServerOptions, log: Callable[[dict[str, Any]], None]) -> None:
         self._app, self._log = app, log
-        self._keys = [key.encode() for key in api_keys]
+        self._tenants = [(key.encode(), options.tenant(key)) for key in options.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one call; `scope["request_id"]` names it for everything inside."""
+        """Answer one call; `scope["request_id"]` names it for everything inside, `scope["tenant"]` who calls."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -49,7 +50,7 @@ class Front:
             await send(message)
 
         try:
-            self._check_key(scope["path"], headers)
+            scope["tenant"] = self._tenant(path, headers)
             await self._app(scope, receive, send_named)
         except Exception as error:
             if not isinstance(error, HttpProblem):
@@ -60,17 +61,21 @@ class Front:
                 await problem_response(Request(scope), error)(scope, receive, send_named)
             # else: returning without the last chunk makes the server drop the connection
 
-    def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
-        if not self._keys or path in _OPEN_PATHS:
-            return
+    def _tenant(self, path: str, headers: dict[bytes, bytes]) -> str:
+        """Whose key it is that the call bears. Raises HttpProblem 401 for none of ours, where one is needed."""
+        if not self._tenants or path in _OPEN_PATHS:
+            return ""
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
         given = token.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip()
-        if not any([hmac.compare_digest(given, key) for key in self._keys]):  # a list: every key is compared
+        # a list: every key is compared, whichever it is
+        found = [tenant for key, tenant in self._tenants if hmac.compare_digest(given, key)]
+        if not found:
             raise HttpProblem(
                 401,
                 "no valid API key. Send it as `Authorization: Bearer KEY` or `x-api-key: KEY`.",
                 {"www-authenticate": "Bearer"},
             )
+        return found[0]
 
 
 def plain_path(path: str) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from dsuf.errors import ConfigError
@@ -14,6 +16,7 @@ class ServerOptions:
     """Limits, keys and times of the HTTP side. Raises ConfigError for a value out of range."""
 
     api_keys: tuple[str, ...] = ()  # none: everybody may call
+    key_names: Mapping[str, str] = field(default_factory=dict)  # of keys that have one
     max_queued_requests: int = 256  # requests that wait for their prefill; more are answered 429
     max_queued_tokens: int | None = None  # prompt tokens that wait likewise; None: 20 s of measured prefill
     queue_timeout_s: float = 600.0  # a request whose prefill has not started by then is given up
@@ -24,6 +27,12 @@ class ServerOptions:
     drain_timeout_s: float = 120.0  # then running streams have this long to end
     log_format: Literal["json", "text"] = "json"
     metrics_names: Literal["dsuf", "vllm", "both"] = "dsuf"  # prefixes in /metrics
+
+    def tenant(self, key: str) -> str:
+        """Whose saved prefixes a caller with this key may use: each key's own, or its name's where it has one."""
+        if key in self.key_names:
+            return self.key_names[key]
+        return hashlib.sha256(key.encode()).hexdigest()[:16] if len(self.api_keys) > 1 else ""
 
     def __post_init__(self) -> None:
         """Raise ConfigError unless every number is in range and no key is empty."""
@@ -38,10 +47,9 @@ class ServerOptions:
             value = getattr(self, name)
             if value is not None and not low <= value < math.inf:
                 raise ConfigError(f"{name} is {value}, expected at least {low}. Change the flag.")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name.startswith("drain_") and not 0 <= value <= 86_400:
-                raise ConfigError(f"{field.name} is {value}, expected 0 to 86400 seconds. Change the flag.")
+        for name in (one.name for one in fields(self) if one.name.startswith("drain_")):
+            if not 0 <= (value := getattr(self, name)) <= 86_400:
+                raise ConfigError(f"{name} is {value}, expected 0 to 86400 seconds. Change the flag.")
         for name, known in (("log_format", ("json", "text")), ("metrics_names", ("dsuf", "vllm", "both"))):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected {' or '.join(known)}. Change the flag.")

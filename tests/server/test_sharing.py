@@ -130,6 +130,20 @@ def test_keys_of_several_tenants_share_nothing(tmp_path):
         assert b.ask([USER], **OFF).cached == 0
         b.headers = {"x-api-key": "key-one"}
         assert b.ask([USER], **OFF).cached >= first.prompt - 2
+        b.headers = {"authorization": "Basic key-one", "x-api-key": "key-two"}  # the key that counts is the one checked
+        assert b.ask([user("Tell me about the sea again.")], **OFF).cached == 0
+
+
+def test_keys_of_one_name_share_and_a_single_name_does_not_share_with_nobody(tmp_path):
+    keys = ("old", "new", "other")
+    names = {"old": "alice", "new": "alice"}
+    with sharing_servers(tmp_path, names="a", api_keys=keys, key_names=names) as (a,):
+        a.headers = {"x-api-key": "old"}
+        first = a.ask([USER], **OFF)
+        a.headers = {"x-api-key": "other"}
+        assert a.ask([USER], **OFF).cached == 0
+        a.headers = {"x-api-key": "new"}
+        assert a.ask([USER], **OFF).cached >= first.prompt - 2
 
 
 def test_a_stop_string_a_limit_and_an_error_leave_nothing_behind(tmp_path):

@@ -73,7 +73,7 @@ class Answers:
 
 
 class SharedServer:
-    def __init__(self, folder, name, answers, paths, api_keys, resume_tokens, step_s):
+    def __init__(self, folder, name, answers, paths, api_keys, key_names, resume_tokens, step_s):
         runtime = folder / "run"
         runtime.mkdir(mode=0o700, exist_ok=True)
         self.kv_socket = folder / f"{name}.kv"
@@ -85,7 +85,8 @@ class SharedServer:
         self.agent = AgentThread(kept)
         self.agent.start()
         self.lines, self.headers = [], {}
-        path, options = folder / f"{name}.engine", ServerOptions(api_keys=api_keys, drain_delay_s=0, drain_timeout_s=2)
+        path = folder / f"{name}.engine"
+        options = ServerOptions(api_keys=api_keys, key_names=key_names or {}, drain_delay_s=0, drain_timeout_s=2)
         prefixes = Prefixes(WebClient(self.kv_socket), resume_tokens)
         self.app = build_app(EngineLink(path), shared_text(), options, self.lines.append, prefixes)
         sock = bind("127.0.0.1", 0)
@@ -175,12 +176,14 @@ class Turn:
 
 
 @contextmanager
-def sharing_servers(folder, names="ab", answers=None, paths=("shm", "tcp"), api_keys=(), resume_tokens=512, step_s=0.0):
+def sharing_servers(
+    folder, names="ab", answers=None, paths=("shm", "tcp"), api_keys=(), key_names=None, resume_tokens=512, step_s=0.0
+):
     script, made = Answers(answers), []
     _tokenizer()
     try:
         for name in names:
-            made.append(SharedServer(folder, name, script, paths, api_keys, resume_tokens, step_s))
+            made.append(SharedServer(folder, name, script, paths, api_keys, key_names, resume_tokens, step_s))
         yield made
     finally:
         for server in made:
