@@ -130,6 +130,32 @@ def test_more_than_24_tokens_too_late_saves_the_prompt_only():
     assert sorted(map(len, tier.entries)) == [100]
 
 
+def test_an_entry_is_ready_and_a_hit_is_let_go_only_when_the_copy_has_ended(monkeypatch):
+    # LMCache 2181: bytes were sent on before the copy out of the device had finished
+    engine, tier = tier_engine()
+    ended = 0
+    monkeypatch.setattr(engine.backend, "copied", lambda: ended)
+    engine.submit(Request("a", prompt_of(101), 5, GREEDY))
+    events = []
+    while not any(isinstance(event, Finished) for event in events):
+        events += engine.step()
+    assert len(tier.writing) == 2 and not tier.entries and "a" in tier.live
+    assert engine.step() == [] and not engine.idle, "it waits for the copies"
+    ended = 1
+    engine.step()
+    assert sorted(map(len, tier.entries)) == [100] and "a" in tier.live
+    ended = 2
+    engine.step()
+    assert sorted(map(len, tier.entries)) == [100, 104] and engine.idle
+    engine.submit(Request("b", prompt_of(101), 5, GREEDY))
+    while len(engine._sequences["b"].emitted) < 3:
+        engine.step()
+    assert tier.leased == {"b"}
+    ended = 3
+    engine.step()
+    assert tier.leased == set()
+
+
 def test_bytes_that_make_no_sense_are_no_hit():
     engine, tier = tier_engine()
     run(engine, Request("a", prompt_of(50), 5, GREEDY))
