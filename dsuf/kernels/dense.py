@@ -28,6 +28,7 @@ from dsuf.kernels.gemm import (
     Ring,
     copy_of,
     group_barrier,
+    hand_over,
     multiply,
     produce,
     products,
@@ -55,18 +56,18 @@ from dsuf.ops.product import product
 WIDE = 68 * 4  # bytes of a row of 64 float32 outputs while they are turned: 4 words more, so that no banks meet
 TURN_WIDE = 64 * WIDE
 SM_COUNT = 132
-LEAST, MARGIN, WORST = 64, 400, 0x3FFFFFF
+MARGIN, WORST = 400, 0x3FFFFFF
 
 
 @inline
-def best_columns(rows: Any, across: Any, steps: Any, blocks: Any, most: Any, lane: Any) -> Any:
+def best_columns(rows: Any, across: Any, steps: Any, blocks: Any, most: Any, least: Any, lane: Any) -> Any:
     """Activation rows of a tile, a multiple of 8 up to `most`, for which the blocks finish first; a lane a candidate.
 
     A tile takes as long as its rows, but not less than turning 64 columns of weights to bf16, and MARGIN for its ends.
     """
     columns = int32(8 * (lane + 1))
     turns = quotient(int32(quotient(int32(rows + columns - 1), columns) * across + blocks - 1), blocks)
-    cost = int32(min(turns * (max(columns, LEAST) * steps + MARGIN), WORST))
+    cost = int32(min(turns * (max(columns, least) * steps + MARGIN), WORST))
     cost = int32(cost if columns >= 16 and columns <= most else WORST)
     picked = warp_min_u32(uint32(cost * 32 + 31 - lane))
     return int32(8 * (32 - (picked & 31)))
@@ -131,14 +132,16 @@ def store_f32(
             group_barrier(crew)
 
 
-def make(*, kind: str, wide: bool, most: int, stages: int, span: int, chip: str) -> Kernel:
+def make(
+    *, kind: str, wide: bool, most: int, stages: int, span: int, chip: str, lag: int = 2, least: int = 64
+) -> Kernel:
     """wide: float32 outputs; most: rows of x in a tile, a multiple of 64 up to 256; span: tiles beside each other."""
     WEIGHTS = FP8 if kind == "fp8" else BF16
     TURNING = TURN_WIDE if wide else TURN
     TENSOR = chip in BLACKWELL
     STAGES, TILES = (min(stages, 4), 2 * WEIGHT_TILE) if TENSOR else (stages, 0)
     RING = Ring.of(WEIGHTS, most, STAGES, 2 * TURNING + TILES)
-    READERS = 1 if TENSOR else 8
+    READERS, LAG = (1, 0) if TENSOR else (8, min(lag, stages - 2))
     BYTES = 4 if wide else 2
     pair, zero, finish = products(most)
 
@@ -147,7 +150,7 @@ def make(*, kind: str, wide: bool, most: int, stages: int, span: int, chip: str)
         tid = int32(thread_index())
         sm = shared_base()
         if tid == 0:
-            start_barriers(uint32(sm + RING.bars), STAGES, READERS)
+            start_barriers(uint32(sm + RING.bars), STAGES, READERS, LAG)
         if TENSOR:
             tensor = start_tensor(RING, sm, tid)
         else:
@@ -158,7 +161,7 @@ def make(*, kind: str, wide: bool, most: int, stages: int, span: int, chip: str)
         steps = int32(k >> 6)
         across = int32((n + 127) >> 7)
         blocks = int32(block_count())
-        columns = best_columns(rows, int32(across * groups), steps, blocks, most, int32(tid & 31))
+        columns = best_columns(rows, int32(across * groups), steps, blocks, most, least, int32(tid & 31))
         down = quotient(int32(rows + columns - 1), columns)
         tiles = int32(down * across * groups)
         number = int32(block_index())
@@ -174,6 +177,7 @@ def make(*, kind: str, wide: bool, most: int, stages: int, span: int, chip: str)
             pitch = int32(k * groups * 2)
             offsets = regs(most // 16)
             mine, _ = copy_of(tid, WEIGHTS)
+            owed = int32(0)
             while number < tiles:
                 row, group, place = tile_of(number, down, across, groups, span)
                 row = int32(row * columns)
@@ -185,9 +189,12 @@ def make(*, kind: str, wide: bool, most: int, stages: int, span: int, chip: str)
                     base = base + chunk * (WEIGHTS.codes // 64)
                 source = x + (int64(group) * k * 2 + (tid & 7) * 16)
                 pieces = int32((columns + 15) >> 4)
-                stage, phase = produce(RING, WEIGHTS, sm, tid, steps, shift, source, offsets, pieces, base, chunk_bytes,
-                                       scale_bytes, stage, phase)  # fmt: skip
+                stage, phase, owed = produce(RING, WEIGHTS, sm, tid, steps, shift, source, offsets, pieces, base,
+                                             chunk_bytes, scale_bytes, stage, phase, LAG, owed)  # fmt: skip
                 number = int32(number + blocks)
+            for back in unroll(LAG, 0, -1):
+                if back <= owed:
+                    hand_over(RING, sm, tid, stage, phase, back)
         else:
             lane = int32(tid & 31)
             warp = int32((tid >> 5) - 4)

@@ -43,7 +43,7 @@ from dsuf.kernels.ptx.fragments import (
 )
 from dsuf.kernels.ptx.memory import lds_u16, lds_u32x4
 from dsuf.kernels.ptx.mma import stmatrix_x4_trans
-from dsuf.kernels.ptx.sync import sync_named
+from dsuf.kernels.ptx.sync import sync_named, sync_warp
 from dsuf.kernels.ptx.wgmma import (
     SWIZZLED_TILE,
     wgmma_wait,
@@ -58,7 +58,7 @@ DEPTH = 64  # columns of a stage
 THREADS = 384
 TURN = 64 * 128  # bytes of a warpgroup's turning tile of 64 rows by 64 bf16 outputs
 ALIGN = 1024  # of swizzled rows
-MORE_BARS = 32  # bytes behind the ring's barriers: gemm_tensor.py has more
+MORE_BARS = 64  # bytes behind the ring's barriers
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,13 @@ def product_column(c: Any) -> Any:
 
 
 @inline
-def start_barriers(bar: Any, stages: Any, readers: Any) -> None:
-    """One thread: `full` barriers (128 threads' copies and one expectation), then `empty` ones (`readers` arrivals)."""
+def start_barriers(bar: Any, stages: Any, readers: Any, lag: Any) -> None:
+    """One thread: `full` barriers, `empty` ones (`readers` arrivals), and where the producer lags `landed` ones."""
     for s in unroll(stages):
-        mbarrier_init(uint32(bar + 8 * s), uint32(129))
+        mbarrier_init(uint32(bar + 8 * s), uint32(1 if lag > 0 else 129))
         mbarrier_init(uint32(bar + 8 * (stages + s)), uint32(readers))
+        if lag > 0:
+            mbarrier_init(uint32(bar + 8 * (2 * stages + s)), uint32(129))
     fence_async()
 
 
@@ -121,7 +123,7 @@ def copy_of(tid: Any, weights: Any) -> Any:
 @inline
 def produce(
     ring: Any, weights: Any, sm: Any, tid: Any, steps: Any, shift: Any, source: Any, offsets: Any, pieces: Any,
-    base: Any, chunk_bytes: Any, scale_bytes: Any, stage: Any, phase: Any,
+    base: Any, chunk_bytes: Any, scale_bytes: Any, stage: Any, phase: Any, lag: Any, owed: Any,
 ) -> Any:  # fmt: skip
     """The producer warpgroup fills `steps` stages; returns the next stage and its phase.
 
@@ -140,7 +142,7 @@ def produce(
     k = int32(0)
     while k < steps:
         mbarrier_wait(uint32(bar + 8 * (ring.stages + stage)), uint32(phase ^ 1))
-        full = uint32(bar + 8 * stage)
+        full = uint32(bar + 8 * (stage + (2 * ring.stages if lag > 0 else 0)))
         if tid == 0:
             mbarrier_expect(full, uint32(PARTS * weights.codes + PARTS * scale_bytes))
         if copies == 1:
@@ -153,9 +155,27 @@ def produce(
                 async_load16(uint32(to + i * 2048), at + int64(offsets[i]))
         async_arrive(full)
         at = opaque_address(at + 128)
+        if lag > 0:
+            if owed == lag:
+                hand_over(ring, sm, tid, stage, phase, lag)
+            else:
+                owed = int32(owed + 1)
         stage, phase = next_stage(stage, phase, ring.stages)
         k = int32(k + 1)
-    return stage, phase
+    return stage, phase, owed
+
+
+@inline
+def hand_over(ring: Any, sm: Any, tid: Any, stage: Any, phase: Any, back: Any) -> None:
+    """Open the stage `back` before this one to the multiplying warps, once its copies have landed."""
+    bar = uint32(sm + ring.bars)
+    before = int32(stage - back + (ring.stages if stage < back else 0))
+    if tid >> 5 == 3:
+        if tid & 31 == 0:
+            mbarrier_wait(uint32(bar + 8 * (2 * ring.stages + before)), uint32(phase ^ (1 if stage < back else 0)))
+            fence_async()
+            mbarrier_arrive(uint32(bar + 8 * before))
+        sync_warp()
 
 
 @inline
@@ -221,7 +241,6 @@ def multiply(
     acc = zero()
     before = stage
     mbarrier_wait(uint32(bar + 8 * stage), uint32(phase))
-    fence_async()
     at = uint32(codes + stage * (PARTS * weights.codes))
     raw = packed_stage(weights, at, uint32(scales + stage * (PARTS * weights.scales)), int32(0), wide, lane)
     a = fragments(weights, 0, raw, at, lane)
@@ -240,7 +259,6 @@ def multiply(
         at = uint32(codes + stage * (PARTS * weights.codes))
         if k < steps:
             mbarrier_wait(uint32(bar + 8 * stage), uint32(phase))
-            fence_async()
             raw = packed_stage(weights, at, uint32(scales + stage * (PARTS * weights.scales)),
                                int32((k & ((1 << shift) - 1)) * 2), wide, lane)  # fmt: skip
         wgmma_wait_but_last()  # the registers of the first half are free

@@ -30,6 +30,7 @@ from dsuf.kernels.gemm import (
     Ring,
     copy_of,
     group_barrier,
+    hand_over,
     multiply,
     produce,
     products,
@@ -122,13 +123,13 @@ def scatter(tile: Any, t: Any, first: Any, left: Any, order: Any, y: Any, d: Any
             stg_u32x4(y + (pair * d + n + piece * 8) * 2, lds_u32x4(uint32(at + i * 2048)))
 
 
-def make_gate_up(*, most: int, stages: int, chip: str) -> Kernel:
+def make_gate_up(*, most: int, stages: int, chip: str, lag: int = 2) -> Kernel:
     """most: rows of a tile, a multiple of 64 up to 256."""
     TENSOR = chip in BLACKWELL
     WEIGHTS = FP4_NIBBLES if TENSOR else FP4
     STAGES_, TILES = (min(stages, 4), 2 * WEIGHT_TILE) if TENSOR else (stages, 0)
     RING = Ring.of(WEIGHTS, most, STAGES_, TILES + 2 * TURN + PLAN_BYTES)
-    READERS = 1 if TENSOR else 8
+    READERS, LAG = (1, 0) if TENSOR else (8, min(lag, stages - 2))
     pair, zero, finish = products(most)
 
     @kernel(threads=THREADS, grid=(SM_COUNT,), shared=RING.size, name=f"grouped_gate_up_{most}_s{stages}")
@@ -140,7 +141,7 @@ def make_gate_up(*, most: int, stages: int, chip: str) -> Kernel:
         sm = shared_base()
         plan = uint32(sm + RING.rest + TILES + 2 * TURN)
         if tid == 0:
-            start_barriers(uint32(sm + RING.bars), STAGES_, READERS)
+            start_barriers(uint32(sm + RING.bars), STAGES_, READERS, LAG)
         if TENSOR:
             tensor = start_tensor(RING, sm, tid)
         wait_for_previous_kernel()
@@ -162,6 +163,7 @@ def make_gate_up(*, most: int, stages: int, chip: str) -> Kernel:
             last = int32((i >> 5) - 1)
             rows = regs(most // 16)
             mine, _ = copy_of(tid, WEIGHTS)
+            owed = int32(0)
             while number < tiles:
                 job = quotient(number, across)
                 place = int32(number - job * across)
@@ -175,9 +177,12 @@ def make_gate_up(*, most: int, stages: int, chip: str) -> Kernel:
                     base = base + chunk * 8
                 source = x + (tid & 7) * 16
                 pieces = int32((count + 15) >> 4)
-                stage, phase = produce(RING, WEIGHTS, sm, tid, steps, shift, source, rows, pieces, base,
-                                       int32(4 * size), scale_bytes, stage, phase)  # fmt: skip
+                stage, phase, owed = produce(RING, WEIGHTS, sm, tid, steps, shift, source, rows, pieces, base,
+                                       int32(4 * size), scale_bytes, stage, phase, LAG, owed)  # fmt: skip
                 number = int32(number + block_count())
+            for back in unroll(LAG, 0, -1):
+                if back <= owed:
+                    hand_over(RING, sm, tid, stage, phase, back)
         else:
             number = int32(block_index())
             lane = int32(tid & 31)
@@ -221,13 +226,13 @@ def make_gate_up(*, most: int, stages: int, chip: str) -> Kernel:
     return gate_up
 
 
-def make_down(*, most: int, stages: int, chip: str) -> Kernel:
+def make_down(*, most: int, stages: int, chip: str, lag: int = 2) -> Kernel:
     """The same for the second product."""
     TENSOR = chip in BLACKWELL
     WEIGHTS = FP4_NIBBLES if TENSOR else FP4
     STAGES_, TILES = (min(stages, 4), 2 * WEIGHT_TILE) if TENSOR else (stages, 0)
     RING = Ring.of(WEIGHTS, most, STAGES_, TILES + 2 * TURN + PLAN_BYTES)
-    READERS = 1 if TENSOR else 8
+    READERS, LAG = (1, 0) if TENSOR else (8, min(lag, stages - 2))
     pair, zero, finish = products(most)
 
     @kernel(threads=THREADS, grid=(SM_COUNT,), shared=RING.size, name=f"grouped_down_{most}_s{stages}")
@@ -238,7 +243,7 @@ def make_down(*, most: int, stages: int, chip: str) -> Kernel:
         sm = shared_base()
         plan = uint32(sm + RING.rest + TILES + 2 * TURN)
         if tid == 0:
-            start_barriers(uint32(sm + RING.bars), STAGES_, READERS)
+            start_barriers(uint32(sm + RING.bars), STAGES_, READERS, LAG)
         if TENSOR:
             tensor = start_tensor(RING, sm, tid)
         wait_for_previous_kernel()
@@ -260,6 +265,7 @@ def make_down(*, most: int, stages: int, chip: str) -> Kernel:
             last = int32((d >> 4) - 1)
             rows = regs(most // 16)
             mine, _ = copy_of(tid, WEIGHTS)
+            owed = int32(0)
             while number < tiles:
                 job = quotient(number, across)
                 place = int32(number - job * across)
@@ -272,9 +278,12 @@ def make_down(*, most: int, stages: int, chip: str) -> Kernel:
                     base = base + chunk * 8
                 source = h + (tid & 7) * 16
                 pieces = int32((count + 15) >> 4)
-                stage, phase = produce(RING, WEIGHTS, sm, tid, steps, shift, source, rows, pieces, base, size,
-                                       scale_bytes, stage, phase)  # fmt: skip
+                stage, phase, owed = produce(RING, WEIGHTS, sm, tid, steps, shift, source, rows, pieces, base, size,
+                                       scale_bytes, stage, phase, LAG, owed)  # fmt: skip
                 number = int32(number + block_count())
+            for back in unroll(LAG, 0, -1):
+                if back <= owed:
+                    hand_over(RING, sm, tid, stage, phase, back)
         else:
             number = int32(block_index())
             lane = int32(tid & 31)

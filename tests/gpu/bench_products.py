@@ -43,8 +43,12 @@ def variants() -> dict[str, Any]:
     for kind, shape in dense.SHAPES.items():
         found[f"dense.{kind}"] = dense.make(kind=kind, chip=CHIP, **shape)
     base = {"kind": "fp8", "chip": CHIP, **dense.SHAPES["fp8"]}
-    found["dense.fp8/s4"] = dense.make(**{**base, "stages": 4})
+    found["dense.fp8/nofence"] = dense.make(**{**base, "lag": 0})
+    found["dense.fp8/lag1"] = dense.make(**{**base, "lag": 1})
+    found["dense.fp8/whole"] = dense.make(**{**base, "least": 256})
+    found["dense.fp8/l128"] = dense.make(**{**base, "least": 128})
     found["dense.plain"] = dense.make(kind="bf16", wide=False, most=256, stages=4, span=8, chip=CHIP)
+    found["grouped.gate_up/nofence"] = grouped.make_gate_up(most=256, stages=5, chip=CHIP, lag=0)
     found["grouped.plan"] = plan.make()
     found["grouped.gate_up"] = grouped.make_gate_up(most=grouped.MOST, stages=grouped.STAGES, chip=CHIP)
     found["grouped.down"] = grouped.make_down(most=grouped.MOST, stages=grouped.STAGES, chip=CHIP)
@@ -280,6 +284,7 @@ def run_grouped(gpu: Gpu, rows: int, experts: int) -> list[dict[str, Any]]:
     }  # fmt: skip
     flops = {
         "gate_up": 4.0 * pairs * D * INNER,
+        "gate_up/nofence": 4.0 * pairs * D * INNER,
         "down": 2.0 * pairs * D * INNER,
         "plan": 1.0,
         "square": 2.0 * len(some) ** 2 * D,
