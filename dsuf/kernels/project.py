@@ -61,8 +61,6 @@ from dsuf.kernels.stream import (
 from dsuf.ops.product import grouped_product, product
 from dsuf.spec import Spec
 
-STAGED = 132 * 1024  # activations up to this size are copied to shared memory, larger ones are read through L1
-
 
 def row_stride(kind: str, k: int) -> int:
     """Bytes between activation rows in shared memory: what part of a warp reads at once fills all banks."""
@@ -248,13 +246,17 @@ def shared_of(kind: str, rows: int, chunk: int, warps: int, stages: int, staged:
     return at + (rows * row_stride(kind, k) if staged else 0)
 
 
-# By rule, one for all chips. `team` has as many warps a tile as it takes to occupy 132 SMs x 8 warps with the weight
-# alone; it orders sums, so it follows from the weight, never from rows. Two stages beat more in the fp4 probe, and
-# accumulators of many rows need the registers of half as many warps.
-TUNED = {8: (16, 2), 16: (8, 2), 24: (8, 2), 48: (8, 2)}  # rows: warps, stages
-DIRECT = {8: (16, 2), 16: (8, 4), 24: (8, 4), 48: (8, 4)}
-SMALL = (4, 2)
+# (warps, stages) by kind and rows, one for all chips. Measured on an H200 with 6 rows: 8 warps with four stages beat 16
+# with two for q8 (wo_b 13.7 us, 14.1), 16 are ahead for wo_a (12.5, 12.9) and bf16; accumulators of many rows need the
+# registers of half as many warps. A team orders sums, so it follows from the weight, never from rows: as many warps a
+# tile as make TEAM_TILES parts of it, so that every SM has work to the end (wo_b: a team of 8 13.7 us, of 4 15.9); the
+# head's tiles are many, and a team of four reads what lies together (302 us, 310).
+TUNED = {"q8": {8: (8, 4)}, "wo_a": {8: (16, 2)}, "bf16": {8: (16, 2)}}
+STAGED, DIRECT, SMALL = (8, 2), (8, 4), (4, 2)
+DIRECT_FEW = (16, 2)  # rows up to 8
 SM_COUNT = 132
+TEAM_TILES, MOST_TEAM = 15 * SM_COUNT, 8
+WIDE_TILES, WIDE_TEAM = 4096, 4
 SHARED_LIMIT = 227 * 1024
 
 
@@ -282,10 +284,12 @@ class Projection:
         """Tiles of 16 rows, all groups."""
         return self.groups * -(-self.n // 16)
 
-    def team(self, chunk: int, warps: int) -> int:
-        """Warps that share a tile, so that the weight alone occupies the machine; two chunks a warp at least."""
+    def team(self, chunk: int, most: int) -> int:
+        """Warps that share a tile; two chunks a warp at least."""
+        if self.tiles >= WIDE_TILES:
+            return WIDE_TEAM
         team = 1
-        while self.tiles * team < SM_COUNT * 8 and team < min(8, warps) and self.k // chunk >= 2 * 2 * team:
+        while self.tiles * team < TEAM_TILES and team < most and self.k // chunk >= 2 * 2 * team:
             team *= 2
         return team
 
@@ -299,10 +303,10 @@ class Projection:
 def shape_for(label: str, kind: str, rows: int, k: int) -> dict[str, int | bool | str]:
     """Factory arguments, but for most_k, of the kernel that multiplies a tile of rows by weights of K columns."""
     chunk = chunk_width(k, BF16_CHUNK if kind == "bf16" else FP8_CHUNK)
-    warps, stages = SMALL if label == "small" else TUNED[rows]
+    warps, stages = SMALL if label == "small" else TUNED[kind].get(rows, STAGED)
     staged = shared_of(kind, rows, chunk, warps, stages, True, k) <= SHARED_LIMIT
     if not staged:
-        warps, stages = DIRECT[rows]
+        warps, stages = DIRECT_FEW if rows <= 8 else DIRECT
     return {"kind": kind, "rows": rows, "chunk": chunk, "warps": warps, "stages": stages, "staged": staged}
 
 
@@ -315,8 +319,8 @@ def launch_of(label: str, one: Projection, rows: int) -> Launch:
     """The launch of a projection for so many rows, on kernels of a width."""
     shape = shape_for(label, one.kind, tile_of(label, rows), one.k)
     warps = shape["warps"]
-    chunk, most = shape["chunk"], min(warps, SMALL[0] if label == "small" else 8)
-    team = one.team(chunk, most)
+    chunk = shape["chunk"]
+    team = one.team(chunk, SMALL[0] if label == "small" else MOST_TEAM)
     blocks = min(SM_COUNT // one.groups, max(1, -(-one.tiles * team // warps // one.groups))) * one.groups
     size = shared_of(one.kind, shape["rows"], chunk, warps, shape["stages"], shape["staged"], one.k)
     return Launch(name_of(label, shape), (blocks, 1), size, (one.n, one.k, one.groups, team))

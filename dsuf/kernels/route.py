@@ -1,13 +1,16 @@
-"""Router of a decode step: chooses each row's experts from the gate's scores, and groups the pairs by expert.
+"""Router of a decode step: the gate's scores, each row's experts chosen from them, and the pairs grouped by expert.
 
-    s_e = sqrt(softplus(z_e));  chosen = the k largest s_e + bias_e, lowest number among equals, ascending
-    w_e = scaling s_e / (sum over the chosen, in ascending order, + 1e-20)
+    scores   parts_p = x[:, K_p] gate[:, K_p]^T                          K in parts of PART_CHUNKS chunks
+    route    z = sum of the parts, in order;  s_e = sqrt(softplus(z_e))
+             chosen = the k largest s_e + bias_e, lowest number among equals, ascending
+             w_e = scaling s_e / (sum over the chosen, in ascending order, + 1e-20)
 
-z float32 [rows, E] (project.bf16 of the gate), bias float32 [2, E] (text, image), image int32 [rows] (0 or 1), sequence
-int32 [rows] (negative: inactive row, its experts are -1). experts int32 [rows, k], weights float32 [rows, k], plan as
-expert_plan.py describes. E, k and scaling are arguments. counter: address of a u32 that grows by the number of distinct
-experts chosen (0: not counted). Reference: dsuf.ops.route.route. One block, because the plan needs every row; latency
-decides.
+x bf16 [rows, K], gate pack_bf16 of [E, K], parts float32 [parts, rows, E], bias float32 [2, E] (text, image), image
+int32 [rows] (0 or 1), sequence int32 [rows] (negative: inactive row, its experts are -1). experts int32 [rows, k],
+weights float32 [rows, k], plan as expert_plan.py describes. E, k and scaling are arguments. counter: address of a u32
+that grows by the number of distinct experts chosen (0: not counted). Reference: dsuf.ops.product.product and
+ops.route.route. Latency decides both: scores loads its weights into registers before it waits, and is spread over K so
+that a warp has one chunk; route is one block, because the plan needs every row.
 """
 
 from __future__ import annotations
@@ -17,9 +20,26 @@ from typing import Any
 from dsuf.kernels.catalogue import Entry, Width
 from dsuf.kernels.expert_plan import make_groups, scratch_bytes
 from dsuf.kernels.lang import Kernel, f32, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
+from dsuf.kernels.pack import BF16_CHUNK, bf16_chunk_bytes, chunk_width
 from dsuf.kernels.ptx.convert import as_bits, div, exp2_approx, fabs, fma, fmax, sqrt
-from dsuf.kernels.ptx.memory import ldg_f32, ldg_u32, lds_f32, ldw_f32, shared_base, stg_f32, stg_u32, sts_f32, sts_u32
+from dsuf.kernels.ptx.memory import (
+    ldg_f32,
+    ldg_u32,
+    ldg_u32x4,
+    lds_f32,
+    ldw_f32,
+    ldw_u32x4,
+    shared_base,
+    stg_f32,
+    stg_u32,
+    sts_f32,
+    sts_f32x4,
+    sts_u32,
+)
+from dsuf.kernels.ptx.mma import mma_bf16
 from dsuf.kernels.ptx.sync import (
+    block_index,
+    block_index_y,
     let_next_kernel_start,
     shuffle_f32,
     shuffle_u32,
@@ -30,12 +50,15 @@ from dsuf.kernels.ptx.sync import (
     warp_max_u32,
     warp_min_u32,
 )
+from dsuf.ops.product import product
 from dsuf.ops.route import route
 
 LOG2_E = 1.4426950408889634
 LOWEST = -3.0e38
 WARPS = 16
 MOST_EXPERTS, MOST_CHOSEN, MOST_ROWS = 384, 6, 48
+PART_CHUNKS, MOST_PARTS = 8, 5  # chunks of a part, a warp each; parts of the real width
+FEW = 4  # scores a lane of 128 experts
 
 
 @inline
@@ -61,16 +84,64 @@ def ordered(x: Any) -> Any:
     return uint32(b ^ (0x80000000 if b < 0x80000000 else 0xFFFFFFFF))
 
 
+def make_scores(*, k: int) -> Kernel:
+    """grid (ceil E / 16, parts): a block makes 16 experts' scores over one part of K, a warp one chunk of it."""
+    WIDTH = chunk_width(k, BF16_CHUNK)
+    GROUPS, CHUNKS, SIZE = WIDTH // 32, k // WIDTH, bf16_chunk_bytes(k)
+
+    @kernel(threads=32 * PART_CHUNKS, grid=(1, -(-CHUNKS // PART_CHUNKS)), shared=512 * PART_CHUNKS, name=f"scores_{k}")
+    def scores(gate: s64, x: s64, out: s64, live: s32, experts: s32) -> None:
+        tid = int32(thread_index())
+        lane = int32(tid & 31)
+        warp = int32(tid >> 5)
+        g = int32(lane >> 2)
+        t = int32(lane & 3)
+        tile = int32(block_index())
+        part = int32(block_index_y())
+        chunk = int32(part * PART_CHUNKS + warp)
+        sm = shared_base()
+        at = gate + (int64(tile) * CHUNKS + min(chunk, CHUNKS - 1)) * SIZE + lane * 16
+        w = regs(8 * GROUPS)
+        for i in unroll(2 * GROUPS):
+            w[4 * i : 4 * i + 4] = ldw_u32x4(at + i * 512)
+        wait_for_previous_kernel()
+        let_next_kernel_start()
+        for first in range(0, live, 8):
+            at_x = x + (int64(min(first + g, live - 1)) * k + min(chunk, CHUNKS - 1) * WIDTH + t * 8) * 2
+            b = regs(4 * GROUPS)
+            for i in unroll(GROUPS):
+                b[4 * i : 4 * i + 4] = ldg_u32x4(at_x + i * 64)
+            p = (0.0, 0.0, 0.0, 0.0)
+            if chunk < CHUNKS:
+                for i in unroll(GROUPS):
+                    p = mma_bf16(w[8 * i : 8 * i + 4], b[4 * i : 4 * i + 2], p)
+                    p = mma_bf16(w[8 * i + 4 : 8 * i + 8], b[4 * i + 2 : 4 * i + 4], p)
+            sync_threads()
+            sts_f32x4(uint32(sm + tid * 16), p)
+            sync_threads()
+            if tid < 128:  # the sums of four lanes' worth of results, chunk by chunk
+                total = lds_f32(uint32(sm + tid * 4))
+                for c in unroll(1, PART_CHUNKS):
+                    total = total + lds_f32(uint32(sm + tid * 4 + c * 512))
+                # word 4l + j of a warp: expert g + 8 (j / 2), row 2t + j mod 2, of its lane l
+                expert = int32(tile * 16 + (tid >> 4) + 8 * (tid >> 1 & 1))
+                row = int32(first + 2 * (tid >> 2 & 3) + (tid & 1))
+                if expert < experts and row < live:
+                    stg_f32(out + ((int64(part) * live + row) * experts + expert) * 4, total)
+
+    return scores
+
+
 def make(*, most_experts: int, most_chosen: int, rows: int) -> Kernel:
-    """most_experts and rows * most_chosen up to 512, most_chosen up to 8, rows up to 64."""
-    THREADS, PER_LANE, PAIRS = WARPS * 32, -(-most_experts // 32), rows * most_chosen
+    """most_experts and rows * most_chosen up to 512, most_chosen up to 8, rows up to 64; 128 experts a pass."""
+    THREADS, PER_LANE, PAIRS = WARPS * 32, -(-most_experts // (32 * FEW)) * FEW, rows * most_chosen
     AT_SORT = 4 * PAIRS
     AT_PLAN = AT_SORT + WARPS * 8 * most_chosen
 
     @kernel(threads=THREADS, shared=AT_PLAN + scratch_bytes(most_experts), name=f"route_{most_experts}_r{rows}")
     def route_rows(
-        z: s64, bias: s64, image: s64, sequence: s64, chosen: s64, weights: s64, plan: s64, counter: s64, live: s32,
-        experts: s32, topk: s32, scaling: f32,
+        parts: s64, count: s32, bias: s64, image: s64, sequence: s64, chosen: s64, weights: s64, plan: s64,
+        counter: s64, live: s32, experts: s32, topk: s32, scaling: f32,
     ) -> None:  # fmt: skip
         tid = int32(thread_index())
         lane = int32(tid & 31)
@@ -82,15 +153,24 @@ def make(*, most_experts: int, most_chosen: int, rows: int) -> Kernel:
         for row in range(warp, live, WARPS):
             active = int32(ldg_u32(sequence + int64(row) * 4)) >= 0
             table = bias + int64(ldg_u32(image + int64(row) * 4)) * (4 * experts)
+            # the parts of four scores are asked for before the first is used: no branch may stand between the loads
             s = regs(PER_LANE, 0.0)
             key = regs(PER_LANE, LOWEST)
-            for i in unroll(PER_LANE):
-                e = int32(i * 32 + lane)
-                if e < experts and not active:
-                    key[i] = 0.0  # so that ranks stay distinct; nothing is read, and -1 is written
-                if e < experts and active:
-                    s[i] = sqrt(softplus(ldg_f32(z + (int64(row) * experts + e) * 4)))
-                    key[i] = s[i] + ldw_f32(table + int64(e) * 4)
+            for piece in unroll(PER_LANE // FEW):
+                if piece == 0 or experts > piece * FEW * 32:
+                    for i in unroll(FEW * piece, FEW * piece + FEW):
+                        at = parts + (int64(row) * experts + min(i * 32 + lane, experts - 1)) * 4
+                        key[i] = ldw_f32(table + int64(min(i * 32 + lane, experts - 1)) * 4)
+                        v = regs(MOST_PARTS)
+                        for p in unroll(MOST_PARTS):
+                            v[p] = ldg_f32(at + int64(min(p, count - 1)) * (live * experts * 4))
+                        s[i] = v[0]
+                        for p in unroll(1, MOST_PARTS):
+                            s[i] = s[i] + (v[p] if p < count else 0.0)
+                    for i in unroll(FEW * piece, FEW * piece + FEW):
+                        s[i] = sqrt(softplus(s[i]))
+                        known = s[i] + key[i] if active else 0.0  # inactive: ranks stay distinct, and -1 is written
+                        key[i] = known if i * 32 + lane < experts else LOWEST
             mine = int32(0)  # lane j keeps the j-th choice
             mine_s = 0.0
             for j in range(topk):
@@ -132,10 +212,21 @@ def make(*, most_experts: int, most_chosen: int, rows: int) -> Kernel:
     return route_rows
 
 
+def parts_of(k: int) -> int:
+    """Parts that the scores of K columns come in."""
+    return -(-k // chunk_width(k, BF16_CHUNK) // PART_CHUNKS)
+
+
 def entries(width: Width) -> list[Entry]:
-    """One router for backbone and drafter of every checkpoint."""
-    if width.label != "v41":
-        return []
-    shape = {"most_experts": MOST_EXPERTS, "most_chosen": MOST_CHOSEN, "rows": MOST_ROWS}
-    scores = MOST_ROWS * width.spec.n_routed_experts
-    return [Entry("route", make, shape, width.chips, route, 4 * scores, 30 * scores)]
+    """Scores of a width; one router for backbone and drafter of every checkpoint."""
+    spec, d = width.spec, width.spec.hidden_size
+    product_bytes = spec.n_routed_experts * d * 2
+    found = [
+        Entry(f"route.scores/{width.label}", make_scores, {"k": d}, width.chips, product, product_bytes,
+              2 * MOST_ROWS * spec.n_routed_experts * d)
+    ]  # fmt: skip
+    if width.label == "v41":
+        shape = {"most_experts": MOST_EXPERTS, "most_chosen": MOST_CHOSEN, "rows": MOST_ROWS}
+        scores = MOST_ROWS * spec.n_routed_experts * MOST_PARTS
+        found.append(Entry("route", make, shape, width.chips, route, 4 * scores, 10 * scores))
+    return found

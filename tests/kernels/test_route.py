@@ -5,11 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dsuf.kernels import expert_plan, route
+from dsuf.kernels import expert_plan, pack, route
+from dsuf.ops.product import product
 from dsuf.ops.route import route as op
-from tests.kernels.helpers import assert_near, execute
+from tests.kernels.helpers import assert_near, bf16, execute, values
 
 KERNEL = route.make(most_experts=route.MOST_EXPERTS, most_chosen=route.MOST_CHOSEN, rows=route.MOST_ROWS)
+
+
+def split_up(z: np.ndarray) -> np.ndarray:
+    """Three parts that add up to z in float32, in order."""
+    first, second = (0.25 * z).astype(np.float32), (0.5 * z).astype(np.float32)
+    return np.stack([first, second, z - (first + second)])
 
 
 def run(z: np.ndarray, bias: np.ndarray, topk: int, image: np.ndarray, sequence: np.ndarray):
@@ -18,7 +25,8 @@ def run(z: np.ndarray, bias: np.ndarray, topk: int, image: np.ndarray, sequence:
     chosen, weights = np.full((rows, topk), -9, np.int32), np.zeros((rows, topk), np.float32)
     plan = np.full(expert_plan.plan_bytes(tile * topk) // 4, -7, np.int32)
     counter = np.array([7], np.uint32)
-    execute(KERNEL, [z, bias, image, sequence, chosen, weights, plan, counter, rows, count, topk, 1.5])
+    parts = split_up(z)
+    execute(KERNEL, [parts, len(parts), bias, image, sequence, chosen, weights, plan, counter, rows, count, topk, 1.5])
     assert counter[0] == 7 + len(set(chosen.ravel().tolist()) - {-1})
     return chosen, weights, plan
 
@@ -62,3 +70,25 @@ def test_a_crowded_expert_fills_several_groups():
     quiet = np.zeros((2, 16), np.float32)
     chosen, _, plan = run(z, quiet, 2, np.zeros(48, np.int32), np.arange(48, dtype=np.int32))
     assert (chosen == [3, 9]).all() and plan[0] == 12
+
+
+@pytest.mark.parametrize(("rows", "count", "k"), [(1, 16, 128), (7, 32, 128), (3, 24, 5120), (17, 40, 1280)])
+def test_scores_come_in_parts_that_add_up_to_the_product(rows: int, count: int, k: int):
+    rng = np.random.default_rng(rows)
+    weight, x = bf16(rng, count, k), bf16(rng, rows, k)
+    parts = np.full((route.parts_of(k), rows, count), np.nan, np.float32)
+    grid = (-(-count // 16), len(parts))
+    execute(route.make_scores(k=k), [pack.pack_bf16(weight), x, parts, rows, count], grid=grid)
+    assert_near(parts.astype(np.float64).sum(0), product(values(x), values(weight).T), 1e-5, 1e-4)
+
+
+def test_a_rows_scores_are_the_same_bits_in_any_company():
+    rng = np.random.default_rng(2)
+    weight, x = pack.pack_bf16(bf16(rng, 16, 1280)), bf16(rng, 17, 1280)
+    seen = {}
+    for rows in (1, 6, 17):
+        parts = np.zeros((2, rows, 16), np.float32)
+        execute(route.make_scores(k=1280), [weight, x[:rows], parts, rows, 16], grid=(1, 2))
+        seen[rows] = parts
+    for rows in (1, 6):
+        assert np.array_equal(seen[rows], seen[17][:, :rows])

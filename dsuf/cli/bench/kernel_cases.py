@@ -13,7 +13,7 @@ import numpy as np
 
 from dsuf import formats
 from dsuf.cli.bench.kernel_bench import BF16_ERROR, Bench, Case, relative_error
-from dsuf.kernels import engram, expert_plan, experts, pack, project
+from dsuf.kernels import engram, expert_plan, experts, pack, project, route
 from dsuf.kernels.catalogue import tile_of
 from dsuf.kernels.stream import scale_stride
 from dsuf.ops import engram as engram_op
@@ -181,27 +181,27 @@ def routed(part: str, bench: Bench, rows: int) -> Case:
 
 
 def router(bench: Bench, rows: int) -> Case:
-    """The gate's product and the choice of experts: two launches."""
+    """The gate's scores and the choice of experts: two launches."""
     spec, one = bench.spec, project.projections(bench.spec)["gate"]
-    launch, tile = project.launch_of(LABEL, one, rows), tile_of(LABEL, rows)
     packed, dense = _weight(bench, "bf16", one.n, one.k)
-    places = bench.copies(packed, packed.nbytes)
-    bits = formats.float32_to_bf16(0.02 * bench.rng.standard_normal((tile, one.k)).astype(np.float32))
+    places, count = bench.copies(packed, packed.nbytes), route.parts_of(one.k)
+    bits = formats.float32_to_bf16(0.02 * bench.rng.standard_normal((rows, one.k)).astype(np.float32))
     x, exact = bench.put(bits), formats.bf16_to_float32(bits).astype(np.float64)
     topk, scaling = spec.num_experts_per_tok, spec.routed_scaling_factor
     bias = bench.rng.standard_normal((2, one.n)).astype(np.float32)
-    at_bias, image = bench.put(bias), bench.put(np.zeros(tile, np.int32))
-    sequence, z = bench.put(np.zeros(tile, np.int32)), bench.poisoned(tile * one.n * 4)
-    chosen, weights = bench.poisoned(tile * topk * 4), bench.poisoned(tile * topk * 4)
-    plan = bench.poisoned(expert_plan.plan_bytes(tile * topk))
+    at_bias, image = bench.put(bias), bench.put(np.zeros(rows, np.int32))
+    sequence, parts = bench.put(np.zeros(rows, np.int32)), bench.poisoned(count * rows * one.n * 4)
+    chosen, weights = bench.poisoned(rows * topk * 4), bench.poisoned(rows * topk * 4)
+    plan = bench.poisoned(expert_plan.plan_bytes(rows * topk))
 
     def go(w: int) -> None:
-        bench.device.launch(launch.name, w, x, 0, z, rows, *launch.arguments, grid=launch.grid, shared=launch.shared)
-        bench.device.launch("route", z, at_bias, image, sequence, chosen, weights, plan, 0, rows, one.n, topk, scaling)
+        launch, grid = bench.device.launch, (-(-one.n // pack.ROWS), count)
+        launch(f"route.scores/{LABEL}", w, x, parts, rows, one.n, grid=grid)
+        launch("route", parts, count, at_bias, image, sequence, chosen, weights, plan, 0, rows, one.n, topk, scaling)
 
     def error() -> float:
-        picked, got = (bench.get(at, (tile, topk), t)[:rows] for at, t in ((chosen, np.int32), (weights, np.float32)))
-        want, factors = route_op(exact[:rows] @ dense.T.astype(np.float64), bias[0].astype(np.float64), topk, scaling)
+        picked, got = (bench.get(at, (rows, topk), t) for at, t in ((chosen, np.int32), (weights, np.float32)))
+        want, factors = route_op(exact @ dense.T.astype(np.float64), bias[0].astype(np.float64), topk, scaling)
         return relative_error(got, factors) if (picked == want).all() else float("nan")
 
     nbytes, operations = one.floor(rows)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from dsuf.kernels import expert_plan, mixes
+from dsuf.kernels import expert_plan, mixes, route
 from dsuf.kernels.latents import MOST_ROWS
 from dsuf.kernels.stream import scale_stride
 from dsuf.layout import PAGE_TOKENS, pages_for
@@ -121,7 +121,7 @@ class Workspace:
     kept_of: int  # int32 [R]
     selected: int  # int32 [R, topk]
     chosen: int  # int32 [R]
-    gate: int  # float32 [R, E]
+    gate: int  # float32 [parts, R, E]
     experts: int  # int32 [R, k]
     shares: int  # float32 [R, k]
     plan: int
@@ -188,7 +188,8 @@ def sizes_of(spec: Spec, max_context: int) -> dict[str, int | tuple[int, ...]]:
         "index_q": 2 * index, "index_weights": 4 * spec.index_n_heads, "scores": 4 * capacity,
         "best": 4 * capacity // spec.candidate_block_size, "best32": 4 * capacity // BEST,
         "candidates": 4 * spec.candidate_topk_blocks, "kept_of": 4, "selected": 4 * spec.index_topk, "chosen": 4,
-        "gate": 4 * max(spec.n_routed_experts, spec.dspark_n_routed_experts), "experts": 4 * k, "shares": 4 * k,
+        "gate": 4 * route.parts_of(d) * max(spec.n_routed_experts, spec.dspark_n_routed_experts),
+        "experts": 4 * k, "shares": 4 * k,
         "x_half": 2 * d, "h": 2 * (k + 1) * inner, "parts": 2 * k * d, "engram_codes": gathered,
         "engram_scales": scale_stride(gathered), "engram_kv": 2 * (mixes.STREAMS + 1) * d, "taps": (2 * d,) * taps,
         "tap_codes": taps * d, "tap_scales": scale_stride(taps * d), "features": 2 * d, "feature_codes": d,

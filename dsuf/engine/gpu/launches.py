@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from dsuf.engine.gpu.buffers import Rows
 from dsuf.errors import ConfigError
-from dsuf.kernels import attend, catalogue, experts, index, mixes, rows_q8
+from dsuf.kernels import attend, catalogue, experts, index, mixes, route, rows_q8
 from dsuf.kernels.catalogue import Width
 from dsuf.kernels.engram import EMBED_SPAN
+from dsuf.kernels.pack import ROWS
 from dsuf.kernels.project import launch_of, projections
 from dsuf.layout import PageLayout, SourceLayout
 from dsuf.spec import Spec
@@ -190,14 +191,19 @@ class Launches:
 
     # ---- experts
 
+    def scores(self, gate: int, x: int, parts: int, count: int) -> None:
+        """The gate's scores of `count` experts, in parts."""
+        grid = (-(-count // ROWS), route.parts_of(self.spec.hidden_size))
+        self.launch(f"route.scores/{self.width}", gate, x, parts, self.count, count, grid=grid)
+
     def route(
-        self, z: int, bias: int, experts: int, per_token: int, chosen: int, shares: int, plan: int, counter: int
-    ) -> None:
+        self, parts: int, bias: int, experts: int, per_token: int, chosen: int, shares: int, plan: int, counter: int
+    ) -> None:  # fmt: skip
         """Chosen experts, their shares, and the plan of the expert products."""
         r = self.rows
         self.launch(
-            "route", z, bias, r.image, r.sequence, chosen, shares, plan, counter, self.count, experts, per_token,
-            self.spec.routed_scaling_factor, grid=(1, 1),
+            "route", parts, route.parts_of(self.spec.hidden_size), bias, r.image, r.sequence, chosen, shares, plan,
+            counter, self.count, experts, per_token, self.spec.routed_scaling_factor, grid=(1, 1),
         )  # fmt: skip
 
     def expert_products(

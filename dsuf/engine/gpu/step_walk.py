@@ -249,7 +249,7 @@ def select(k: Launches, m: Model, role: LayerRole, table: int) -> None:
 def moe(k: Launches, m: Model, weights: Any, experts: int, per_token: int, counter: int) -> None:
     """work.x -> work.parts (routed experts) and work.last (the shared one)."""
     w = m.work
-    k.project("gate" if experts == m.spec.n_routed_experts else "draft_gate", weights.gate, w.x, 0, w.gate)
+    k.scores(weights.gate, w.x, w.gate, experts)
     k.route(w.gate, weights.gate_bias, experts, per_token, w.experts, w.shares, w.plan, counter)
     routed, shared = (weights.experts_w13, weights.experts_w2), (weights.shared_gate_up, weights.shared_down)
     k.expert_products(routed, shared, w.x_half, w.plan, w.shares, w.h, (w.parts, w.last), per_token)

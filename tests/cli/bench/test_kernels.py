@@ -19,7 +19,7 @@ SPEC = Spec.from_config(load_config(command.CONFIG))
 FAMILIES = families(tuple(projections(SPEC)))
 
 
-@pytest.mark.parametrize("name", ["index_weights", "embed", "engram_gather", "engram_gate"])
+@pytest.mark.parametrize("name", ["index_weights", "router", "embed", "engram_gather", "engram_gate"])
 def test_a_case_is_right_at_the_real_widths(name: str):
     bench = Bench(SimtDevice(), SPEC, 300 << 20, seed=1)
     case = FAMILIES[name](bench, 1)
