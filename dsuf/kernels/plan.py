@@ -37,8 +37,8 @@ from dsuf.kernels.ptx.sync import (
 from dsuf.ops.expert import Dispatch
 
 MOST_EXPERTS, SEARCH = 512, 9  # and its logarithm
-WARPS = 8
-STEP = 128  # pairs of a warp's turn
+WARPS = 32
+STEP = 256  # pairs of a warp's turn
 
 
 @inline
@@ -105,11 +105,13 @@ def make() -> Kernel:
         same = int32(0)
         lower = int32(0)
         for at in range(first, end, STEP):
+            read = regs(STEP // 32, int32(-1))
             for j in unroll(STEP // 32):
                 if at + 32 * j + lane < end:
-                    expert = int32(ldg_u32(experts + int64(at + 32 * j + lane) * 4))
-                    same = int32(same + (1 if expert == mine else 0))
-                    lower = int32(lower + (1 if expert >= 0 and expert < mine else 0))
+                    read[j] = int32(ldg_u32(experts + int64(at + 32 * j + lane) * 4))
+            for j in unroll(STEP // 32):
+                same = int32(same + (1 if read[j] == mine else 0))
+                lower = int32(lower + (1 if read[j] >= 0 and read[j] < mine else 0))
         same = int32(warp_sum_u32(uint32(same)))
         lower = int32(warp_sum_u32(uint32(lower)))
         if lane == 0:
@@ -119,7 +121,7 @@ def make() -> Kernel:
         begin = int32(0)
         total = int32(0)
         ahead = int32(0)
-        for j in unroll(WARPS):
+        for j in range(WARPS):
             held = int32(lds_u32(uint32(sm + j * 8)))
             begin = int32(begin + int32(lds_u32(uint32(sm + j * 8 + 4))))
             ahead = int32(ahead + (held if j < warp else 0))
