@@ -138,18 +138,26 @@ class StepRun:
 
     def profile(self) -> dict[str, tuple[int, float]]:
         """Kernel -> (launches a step, microseconds a step)."""
-        device, steps, bucket = self.machine.device, self.machine.steps, self._bucket()
         self.backend.finish()
-        calls: Counter[str] = Counter()
-        for name, *_ in _launches(steps, bucket):
-            calls[name] += 1
-        found = {}
-        for name, count in calls.items():
+        found: dict[str, tuple[int, float]] = {}
+        for half in ("draft", "verify") if self._bucket().groups else ("verify",):
+            for name, (count, us) in self._profile_half(half).items():
+                before = found.get(name, (0, 0.0))
+                found[name] = (before[0] + count, before[1] + us)
+        return found
+
+    def _profile_half(self, half: str) -> dict[str, tuple[int, float]]:
+        """Each kernel on the operands that its half leaves: a plan of the backbone's experts is none of the drafter's."""
+        device, steps, bucket, found = self.machine.device, self.machine.steps, self._bucket(), {}
+        seen = list(_launches(steps, bucket, half))
+        for name, count in Counter(name for name, *_ in seen).items():
             if name in MOVING:
                 continue
-            self._device_time(lambda: self._again(lambda: steps.walk(bucket, device.launch)), 1)  # operands of a step
+            self._device_time(lambda: self._again(lambda: steps.walk(bucket, device.launch)), 1)
+            if half == "draft":
+                steps.walk(bucket, device.launch, ("draft",))
             with device.capture() as graph:
-                for other, args, options in _launches(steps, bucket):
+                for other, args, options in seen:
                     if other == name:
                         device.launch(other, *args, **options)
             graph.launch()
@@ -184,14 +192,14 @@ class StepRun:
         device.upload(pages.windows + slot * pages.window_pitch, window)
 
 
-def _launches(steps: Any, bucket: Bucket) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
-    """Every launch of both halves of a step."""
+def _launches(steps: Any, bucket: Bucket, half: str) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    """Every launch of a half of a step."""
     seen: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
 
     def launch(name: str, *args: Any, **options: Any) -> None:
         seen.append((name, args, options))
 
-    steps.walk(bucket, launch)
+    steps.walk(bucket, launch, (half,))
     return iter(seen)
 
 

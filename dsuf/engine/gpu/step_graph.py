@@ -234,11 +234,12 @@ class StepGraphs:
 
     # ---- what is captured
 
-    def walk(self, bucket: Bucket, launch: Any) -> None:
-        """Every launch of a step."""
-        if bucket.groups:
+    def walk(self, bucket: Bucket, launch: Any, halves: Sequence[str] = ("draft", "verify")) -> None:
+        """Every launch of a step, or of one half."""
+        if bucket.groups and "draft" in halves:
             self._draft_walk(bucket, launch)
-        self._verify_walk(bucket, launch)
+        if "verify" in halves:
+            self._verify_walk(bucket, launch)
 
     def _draft_walk(self, bucket: Bucket, launch: Any) -> None:
         block = self.model.spec.dspark_block_size
