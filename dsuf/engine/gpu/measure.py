@@ -147,7 +147,7 @@ class StepRun:
         return found
 
     def _profile_half(self, half: str) -> dict[str, tuple[int, float]]:
-        """Each kernel on the operands that its half leaves: a plan of the backbone's experts is none of the drafter's."""
+        """Each on the operands that its half leaves: a plan of the backbone's experts is none of the drafter's."""
         device, steps, bucket, found = self.machine.device, self.machine.steps, self._bucket(), {}
         seen = list(_launches(steps, bucket, half))
         for name, count in Counter(name for name, *_ in seen).items():
