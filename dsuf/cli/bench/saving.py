@@ -53,9 +53,10 @@ def restored_and_computed(
                 turns = bench.warmup + bench.repeat
                 for turn in range(turns):
                     sample = {}
-                    for number, length in enumerate(lengths):
-                        sample |= _miss_and_hit(session, length, turn, bench.seed)
-                        update(turn * len(lengths) + number + 1, turns * len(lengths))
+                    for place, length in enumerate(lengths):
+                        number = turn * len(lengths) + place + 1
+                        sample |= _miss_and_hit(session, length, number, bench.seed)
+                        update(number, turns * len(lengths))
                     if turn >= bench.warmup:
                         samples.append(sample)
         finally:
@@ -63,13 +64,13 @@ def restored_and_computed(
     return samples, session.model(), session.engine.limits.backend
 
 
-def _miss_and_hit(session: Session, length: int, turn: int, seed: int) -> dict[str, float]:
-    """The same prompt twice, another one each turn."""
+def _miss_and_hit(session: Session, length: int, number: int, seed: int) -> dict[str, float]:
+    """The same prompt twice; each `number` has one that begins in another way, so that none finds a part of another."""
     ids, _ = prompt_ids(session, length)
-    ids = [*ids[turn + 1 :], *ids[: turn + 1]]
+    ids = [*ids[number:], *ids[:number]]
     times = {}
     for kind in ("miss", "hit"):
-        request = Request(f"{kind} {length} {turn}", ids, 1, Sampling(temperature=0.0, seed=seed))
+        request = Request(f"{kind} {number}", ids, 1, Sampling(temperature=0.0, seed=seed))
         finished = next(event for event in session.engine.generate(request) if isinstance(event, Finished))
         if finished.reason == "error" or (finished.stats.cached_tokens > 0) != (kind == "hit"):
             raise EngineGone(f"the {kind} of {length} tokens was none: {finished.message or finished.stats}")

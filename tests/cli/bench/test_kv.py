@@ -1,10 +1,14 @@
+from dataclasses import replace
+
 import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from dsuf.cli import kv as flags
 from dsuf.cli.app import app
-from dsuf.cli.bench.saving import look_ups
+from dsuf.cli.bench.saving import look_ups, restored_and_computed
+from dsuf.cli.session import engine_options, prepare
+from dsuf.config import BenchOptions
 from dsuf.errors import ConfigError
 
 
@@ -20,6 +24,13 @@ def test_a_saved_prefix_is_faster_than_computing_it(tmp_path):
     assert metrics["hit_over_miss_512"] == pytest.approx(metrics["hit_512_s"] / metrics["miss_512_s"])
     assert {"tcp_over_raw_socket", "shm_over_memcpy", "find_hit_us"} <= metrics.keys()
     assert "first token of 512 tokens" in ran.output
+
+
+def test_no_prompt_finds_a_part_of_another_though_points_inside_them_are_saved():
+    engine = prepare("toy", engine_options("0", "qdq64", "truncated", "on", "auto", None))
+    bench = BenchOptions(repeat=2, warmup=0)
+    samples, _, _ = restored_and_computed("toy", replace(engine, resume_every=128), (300, 400), bench)
+    assert [sample["cached_300"] for sample in samples] == [298, 298]
 
 
 def test_look_ups_are_timed_to_their_end():
