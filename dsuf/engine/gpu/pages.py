@@ -187,9 +187,10 @@ class Pages:
         while self._leaving:
             first = self._leaving[0]
             if first.copies > self.copied:
-                if wait:
-                    self.finish_copies(first.copies)
-                else:
+                if not wait:
+                    return
+                self.finish_copies(first.copies)  # which settles what it can, this one perhaps
+                if not self._leaving or self._leaving[0] is not first:
                     return
             if wait:
                 first.event.wait()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -167,3 +169,16 @@ class TestCopies:
         assert slot not in pages._free_slots
         copies.progress()
         assert slot in pages._free_slots
+
+    def test_waiting_for_a_slot_takes_back_none_whose_work_goes_on(self, caches):
+        pages = Pages(SimtDevice(), TINY, slots=2, count=12, most_pages=8)
+        copies, (kept, state) = Copies(pages), saved(caches, 300)
+        first, second = pages.open(), pages.open()
+        pages.reserve(first, 300)
+        copies.restore(first, 300, kept, [state])
+        pages.copied = 0  # as if the copy were under way
+        pages.release(first)
+        pages.release(second)
+        pages._leaving[1].event = SimpleNamespace(done=lambda: False, wait=lambda: pytest.fail("waited for the second"))
+        assert pages.open() == first
+        assert [left.slot for left in pages._leaving] == [second]
