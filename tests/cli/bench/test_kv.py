@@ -10,6 +10,12 @@ from dsuf.cli.bench.saving import look_ups, restored_and_computed
 from dsuf.cli.session import engine_options, prepare
 from dsuf.config import BenchOptions
 from dsuf.errors import ConfigError
+from tests.support.patience import be_patient
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    be_patient(monkeypatch)
 
 
 def test_a_saved_prefix_is_faster_than_computing_it(tmp_path):
