@@ -1,11 +1,10 @@
-"""Routed FP4 experts and the shared FP8 expert of a decode step, without the host knowing the routing: three launches.
+"""Routed FP4 experts and the shared FP8 expert of a decode step, without the host knowing the routing: two launches.
 
-    widen     x16 = f16(2^SHIFT x) of quantised rows
     gate_up   h = f16(2^SHIFT q8(bf16(silu(min(w1 x, limit)) clamp(w3 x, -limit, limit) w_e)))
     down      y = w2 h, one row of bf16 for each (row, chosen expert) pair, and one a row of the shared expert
 
-A pair is row * k + slot. x16 f16 [rows, D]. h f16 [(k + 1) rows, I]: the pairs, then the shared rows (w_e = 1).
-y bf16 [pairs, D], shared_y bf16 [rows, D]; whoever reads them adds a row's slots in ascending order, the shared expert
+A pair is row * k + slot. x16 f16 [rows, D]: 2^SHIFT times the quantised row (mixes.py writes it). h f16 [(k + 1) rows,
+I]: the pairs, then the shared expert's rows (w_e = 1). y bf16 [pairs, D], shared_y bf16 [rows, D]; whoever reads them adds a row's slots in ascending order, the shared expert
 last. The routing weight enters before the quantisation of h.
 
 Weights: w13 is pack_gate_up and w2 pack_down, experts one after the other; shared_gate_up is pack_fp8 of w1 above w3.
@@ -20,8 +19,7 @@ The plan, pairs grouped by expert, is made by the router (route.py, expert_plan.
 
 Work is cut into items of 32 channels (or outputs) of a group of up to eight pairs; a team of warps makes an item,
 each taking every team-th chunk of K, and their sums are added in warp order. Shared items come first, as they do not
-wait for the router, and count twice. x16 and the plan are read before the wait for the previous kernel where they are
-older than it: x16 in gate_up never, the plan in down (the router is two launches back).
+wait for the router, and count twice. down reads the plan before its wait: the router is two launches back.
 
     hand-off            who writes        who waits           reused
     ring stage          bulk copies       its warp            once every lane of the warp has loaded it (sync_warp)
@@ -52,12 +50,10 @@ from dsuf.kernels.expert_walk import (
 from dsuf.kernels.lang import Kernel, f32, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
 from dsuf.kernels.pack import ROWS, interleave, pack_fp4
 from dsuf.kernels.ptx.convert import (
-    as_float,
     bf16x2,
     e4m3x2,
     e4m3x4_f16,
     exp2_approx,
-    f16x2,
     fabs,
     fmax,
     fmin,
@@ -74,37 +70,31 @@ from dsuf.kernels.ptx.copy import (
 )
 from dsuf.kernels.ptx.memory import (
     ldg_f32,
-    ldg_u8,
     ldg_u32,
-    ldg_u32x4,
     lds_u32,
     shared_base,
     stg_u16,
-    stg_u32x4,
 )
 from dsuf.kernels.ptx.op import BLACKWELL
 from dsuf.kernels.ptx.sync import (
     block_count,
     block_index,
-    block_index_y,
     let_next_kernel_start,
     sync_threads,
     sync_warp,
     thread_index,
     wait_for_previous_kernel,
 )
-from dsuf.kernels.quantise import inverse_scale, max_over, q8_exponent
+from dsuf.kernels.quantise import WIDE_SHIFT, inverse_scale, max_over, q8_exponent, wide_scale
 from dsuf.kernels.stream import FP4_BIAS, stage_words
 from dsuf.ops.expert import experts_sum
-from dsuf.ops.qdq import q8_decode
 
 GATE_UP_CHUNK, GATE_UP_TILES, DOWN_CHUNK = 128, 2, 256  # columns of chunks; gate tiles, then up tiles, lie together
 Fp4 = tuple[np.ndarray, np.ndarray]  # packed codes and scales
 LOG2_E = 1.4426950408889634
 SM_COUNT, MOST_ROWS, MOST_CHOSEN = 132, 48, 6
 QUAD_ROWS = (4, 8, 16)  # lanes that hold the same columns
-SHIFT = 4  # activations are f16 of 2^SHIFT times the value
-WIDEN_SPAN = 2048  # columns of a block of widen
+SHIFT = WIDE_SHIFT  # activations are f16 of 2^SHIFT times the value
 
 
 def pack_gate_up(w1: Fp4, w3: Fp4, chip: str) -> np.ndarray:
@@ -121,36 +111,6 @@ def pack_down(w2: Fp4, chip: str) -> np.ndarray:
 def silu(x: Any) -> Any:
     """x / (1 + e^-x)."""
     return x * rcp_approx(1.0 + exp2_approx(x * -LOG2_E))
-
-
-@inline
-def f16_scale(exponent: Any) -> Any:
-    """2^(e - 127 + SHIFT) as a pair of f16, for the exponent byte of a q8 group."""
-    m = as_float(uint32((exponent + SHIFT) << 23))
-    return f16x2(m, m)
-
-
-def make_widen() -> Kernel:
-    """A thread 16 columns of a row; grid (ceil K / WIDEN_SPAN, rows)."""
-
-    @kernel(threads=WIDEN_SPAN // 16, grid=(1, MOST_ROWS), name="experts_widen")
-    def widen(codes: s64, scales: s64, out: s64, k: s32) -> None:
-        column = int64(block_index() * WIDEN_SPAN + 16 * thread_index())
-        row = int64(block_index_y())
-        wait_for_previous_kernel()
-        let_next_kernel_start()
-        if column < k:
-            w = ldg_u32x4(codes + row * k + column)
-            m = f16_scale(ldg_u8(scales + row * (((k >> 5) + 3) // 4 * 4) + (column >> 5)))
-            v = regs(8)
-            for j in unroll(4):
-                two = e4m3x4_f16(w[j])
-                v[2 * j] = mul_f16x2(two[0], m)
-                v[2 * j + 1] = mul_f16x2(two[1], m)
-            stg_u32x4(out + (row * k + column) * 2, v[0:4])
-            stg_u32x4(out + (row * k + column) * 2 + 16, v[4:8])
-
-    return widen
 
 
 def make_gate_up(*, d: int, i: int, chip: str, warps: int, team: int, stages: int, pairs: int) -> Kernel:
@@ -238,7 +198,7 @@ def make_gate_up(*, d: int, i: int, chip: str, warps: int, team: int, stages: in
                     f = inverse_scale(e)
                     code = uint32(e4m3x2(v[1] * f, v[0] * f) | e4m3x2(v[3] * f, v[2] * f) << 16)
                     two = e4m3x4_f16(code)
-                    m = f16_scale(e)
+                    m = wide_scale(e)
                     if mine < count:
                         to = h + (int64(pair) * i + channel * 32 + g) * 2
                         for j in unroll(2):
@@ -349,13 +309,9 @@ def entries(width: Width) -> list[Entry]:
     shape = {"d": d, "i": i, "pairs": MOST_ROWS * MOST_CHOSEN}
     matrix, shared = topk * (d * i // 2 + d * i // 32), d * i + d * i // 1024
     operations = 2 * (topk + 1) * d * i
-    found = [
+    return [
         Entry(f"experts.gate_up/{label}", make_gate_up, {**shape, **GATE_UP[label]}, width.chips, experts_sum,
               2 * (matrix + shared), 2 * operations),
         Entry(f"experts.down/{label}", make_down, {**shape, **DOWN[label]}, width.chips, experts_sum, matrix + shared,
               operations),
     ]  # fmt: skip
-    if label == "v41":
-        size = MOST_ROWS * d
-        found.append(Entry("experts.widen", make_widen, {}, width.chips, q8_decode, 3 * size, size))
-    return found
