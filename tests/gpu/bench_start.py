@@ -97,7 +97,8 @@ def main() -> int:
     bench = {
         "schema": "dsuf.bench/1", "kind": "start", "label": "dsuf serve to its ready line, built kernels, toy",
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), "backend": "gpu",
-        "gpu": {"name": starts[0]["gpu"], "count": 1}, "params": {"repeats": REPEATS}, "metrics": metrics, "samples": starts,
+        "gpu": {"name": starts[0]["gpu"], "count": 1}, "params": {"repeats": REPEATS},
+        "metrics": metrics, "samples": starts,
     }  # fmt: skip
     given.output.write_text(json.dumps(bench, indent=1))
     return 0
