@@ -4,8 +4,8 @@
     down      y = w2 h, one row of bf16 for each (row, chosen expert) pair, and one a row of the shared expert
 
 A pair is row * k + slot. x16 f16 [rows, D]: 2^SHIFT times the quantised row (mixes.py writes it). h f16 [(k + 1) rows,
-I]: the pairs, then the shared expert's rows (w_e = 1). y bf16 [pairs, D], shared_y bf16 [rows, D]; whoever reads them adds a row's slots in ascending order, the shared expert
-last. The routing weight enters before the quantisation of h.
+I]: the pairs, then the shared expert's rows (w_e = 1). y bf16 [pairs, D], shared_y bf16 [rows, D]; whoever reads them
+adds a row's slots in ascending order, the shared expert last. The routing weight enters before the quantisation of h.
 
 Weights: w13 is pack_gate_up and w2 pack_down, experts one after the other; shared_gate_up is pack_fp8 of w1 above w3.
 Reference: dsuf.ops.expert.experts_sum (its parts before they are summed). Bytes: for each expert that a row chose
