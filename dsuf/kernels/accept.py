@@ -57,7 +57,6 @@ from dsuf.kernels.ptx.sync import (
     cluster_arrive,
     cluster_rank,
     cluster_wait,
-    fence_system,
     let_next_kernel_start,
     sync_threads,
     sync_warp,
@@ -160,8 +159,7 @@ def make(*, cluster: int, threads: int, most: int) -> Kernel:
         per = int32((stretch + threads - 1) // threads | 1)  # tokens of a thread
         low_end = int32(min(tid * per, held))
         high_end = int32(min(low_end + per, held))
-        wait_for_previous_kernel()
-        let_next_kernel_start()
+        # batch, tables and slots are older than the kernel before
         slot = word(batch + int64(member) * BATCH_BYTES, 0)
         own = slots + int64(max(slot, 0)) * SLOT_BYTES
         first = get(table, T_START, member)
@@ -173,11 +171,13 @@ def make(*, cluster: int, threads: int, most: int) -> Kernel:
             drafted = get(draft_table, T_ROWS, member)
             draft_row = get(draft_table, T_START, member)
         place = word(own, S_POSITION)
+        masked = word(own, S_MASKED)
+        wait_for_previous_kernel()
+        let_next_kernel_start()
         accepted = int32(0)
         following = int32(-1)
         if rows > 0:
             sampled = int32(ldg_u32(records + int64(first) * FILTER_BYTES + 4 * F_SAMPLED))
-            masked = word(own, S_MASKED)
             bits = int64(mask if masked == 1 else 0)
             mask_row = int32(member * (MOST_DRAFTS + 1))
             if tid < judged:
@@ -321,14 +321,14 @@ def make(*, cluster: int, threads: int, most: int) -> Kernel:
             to = entry + HEADER_BYTES + int64(member) * RECORD_BYTES
             for i in unroll(WORDS // 32):
                 stg_u32(to + 4 * int64(tid + 32 * i), lds_u32(uint32(record + 4 * (tid + 32 * i))))
-            fence_system()
             sync_warp()
-            if tid == 0:
+            if (
+                tid == 0
+            ):  # each adds with release, the last one has acquired all, and its flag releases them to the host
                 before_me = int32(atom_add(counters + 4 * C_ARRIVALS, uint32(1)))
                 if before_me == count - 1:
                     stg_u32(entry + 4, uint32(count))
                     stg_u32(entry + 8, ldg_u32(counters + 4 * C_ROWS))
-                    fence_system()
                     st_release_sys(entry, step)
 
     return accept

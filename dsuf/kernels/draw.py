@@ -16,7 +16,7 @@ from typing import Any
 
 from dsuf.kernels.lang import inline, int32, int64, regs, uint32, unroll
 from dsuf.kernels.ptx.convert import exp2_approx, mul_hi
-from dsuf.kernels.ptx.memory import ldg_f32, ldg_u32, lds_f32, lds_u32, sts_f32, sts_u32
+from dsuf.kernels.ptx.memory import ldg_f32, ldg_u32, lds_f32, lds_u32x4, sts_f32, sts_u32
 from dsuf.kernels.ptx.sync import (
     cluster_address,
     cluster_arrive,
@@ -24,6 +24,8 @@ from dsuf.kernels.ptx.sync import (
     ld_cluster_u32,
     shuffle_up_u32,
     sync_threads,
+    sync_warp,
+    warp_sum_u32,
 )
 
 LOW = 17  # bits of the low word of a mass
@@ -102,36 +104,39 @@ def scan_pair(a: Any, b: Any, scratch: Any, tid: Any, warps: Any) -> Any:
     before_b = uint32(sum_b - b)
     all_a = uint32(0)
     all_b = uint32(0)
-    for w in range(warps):
-        held_a = lds_u32(uint32(scratch + 8 * w))
-        held_b = lds_u32(uint32(scratch + 8 * w + 4))
-        before_a = uint32(before_a + (held_a if w < mine else 0))
-        before_b = uint32(before_b + (held_b if w < mine else 0))
-        all_a = uint32(all_a + held_a)
-        all_b = uint32(all_b + held_b)
+    for w in unroll(0, warps, 2):
+        held = lds_u32x4(uint32(scratch + 8 * w))
+        for half in unroll(2):
+            before_a = uint32(before_a + (held[2 * half] if w + half < mine else 0))
+            before_b = uint32(before_b + (held[2 * half + 1] if w + half < mine else 0))
+            all_a = uint32(all_a + held[2 * half])
+            all_b = uint32(all_b + held[2 * half + 1])
     sync_threads()
     return before_a, before_b, all_a, all_b
 
 
 @inline
 def over_ranks(share: Any, high: Any, low: Any, rank: Any, tid: Any, blocks: Any) -> Any:
-    """Sums of a number of every block, as two words: over the blocks before this one, and over all.
+    """Sums of a mass of every block: over the blocks before this one, and over all.
 
     share: 8 bytes that no block of the cluster reads any more.
     """
     if tid == 0:
-        sts_u32(share, high)
-        sts_u32(uint32(share + 4), low)
+        sts_u32(share, uint32(high + (low >> LOW)))
+        sts_u32(uint32(share + 4), uint32(low & LOW_MASK))
     cluster_arrive()
     cluster_wait()
-    before = int64(0)
-    total = int64(0)
-    for r in unroll(blocks):
-        held_high = ld_cluster_u32(cluster_address(share, uint32(r)))
-        held_low = ld_cluster_u32(cluster_address(uint32(share + 4), uint32(r)))
-        one = joined(held_high, held_low)
-        before = int64(before + (one if r < rank else 0))
-        total = int64(total + one)
+    other = int32(tid & 31)
+    a = uint32(0)
+    b = uint32(0)
+    if other < blocks:
+        a = ld_cluster_u32(cluster_address(share, uint32(other)))
+        b = ld_cluster_u32(cluster_address(uint32(share + 4), uint32(other)))
+    sync_warp()
+    total = joined(warp_sum_u32(a), warp_sum_u32(b))
+    a = uint32(a if other < rank else 0)
+    b = uint32(b if other < rank else 0)
+    before = joined(warp_sum_u32(a), warp_sum_u32(b))
     return before, total
 
 

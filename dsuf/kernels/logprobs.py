@@ -106,10 +106,10 @@ def make(*, cluster: int, threads: int, most: int) -> Kernel:
         per = int32((stretch + threads - 1) // threads | 1)  # tokens of a thread
         low_end = int32(min(tid * per, held))
         high_end = int32(min(low_end + per, held))
+        slot = get(table, T_SEQUENCE, row)  # table and slots are older than the kernel before
+        wanted = word(slots + int64(max(slot, 0)) * SLOT_BYTES, S_LOGPROBS)
         wait_for_previous_kernel()
         let_next_kernel_start()
-        slot = get(table, T_SEQUENCE, row)
-        wanted = word(slots + int64(max(slot, 0)) * SLOT_BYTES, S_LOGPROBS)
         if slot >= 0 and wanted >= 0:
             from_row = logits + (row * vocabulary + start) * 4
             load_row(line, from_row, held, tid, threads)

@@ -1,8 +1,9 @@
 """Steps of an exact selection among a row's logits by count or by mass, for a cluster that holds the row.
 
     order     largest logit first, lowest token among equals; key = float32 bits as an unsigned number of that order
-    digits    eight bits each, largest first: two of the distance from the top, in steps of 2^-11 binades of weight,
-              which spread any logits, then the four bytes of the key; a digit looks at tokens that share those before
+    digits    eight bits each, largest first: three of the distance from the top, in steps of 2^-19 binades of
+              weight, which spread any logits, then the four bytes of the key; a digit looks at the tokens that share
+              those before it
     kept      key above the threshold, or equal to it with a token up to `cut`
 
 Counts and masses (draw.py) are whole numbers: the order in which atomics add them changes nothing. Bins lie in shared
@@ -14,22 +15,30 @@ from __future__ import annotations
 from typing import Any
 
 from dsuf.kernels.draw import LOW, over_ranks, scan_pair, split_mass, weight
-from dsuf.kernels.lang import inline, int32, int64, uint32, unroll
+from dsuf.kernels.lang import float32, inline, int32, int64, regs, uint32, unroll
 from dsuf.kernels.ptx.convert import fmin
 from dsuf.kernels.ptx.memory import atom_add_shared, lds_f32, lds_u32, sts_u32
 from dsuf.kernels.ptx.sync import cluster_address, cluster_arrive, cluster_wait, ld_cluster_u32, sync_threads
 from dsuf.kernels.route import ordered
 
 BINS = 256
-STEPS = 2048.0  # of a binade: 32 of them fill 16 bits
-DIGITS = 6
+STEPS, FARTHEST = 2.0**19, 2**24 - 1  # of a binade of weight: 32 binades fill 24 bits
+FAR_DIGITS, DIGITS = 3, 7
 BIN_BYTES = 12 * BINS
 
 
 @inline
 def distance(x: Any, top: Any, scale: Any) -> Any:
-    """Steps from the largest logit, 16 bits, the last one open."""
-    return int32(fmin((top - x) * scale * STEPS, 65535.0))
+    """Steps from the largest logit, 24 bits, the last one open."""
+    return int32(fmin((top - x) * scale * STEPS, float32(FARTHEST)))
+
+
+@inline
+def masks_of(digits: Any) -> Any:
+    """Bits of the distance and of the key that the first `digits` digits cover."""
+    far = int32(FARTHEST << (24 - 8 * min(digits, FAR_DIGITS)) & FARTHEST)
+    key = uint32(int64(0xFFFFFFFF) << (32 - 8 * max(digits - FAR_DIGITS, 0)) & 0xFFFFFFFF)
+    return far, key
 
 
 @inline
@@ -43,26 +52,28 @@ def fill_bins(
     for i in range(tid, 3 * BINS, threads):
         sts_u32(uint32(hist + 4 * i), uint32(0))
     sync_threads()
-    far_mask = int32(65535 << (16 - 8 * min(digit, 2)) & 65535)
-    key_mask = uint32(int64(0xFFFFFFFF) << (32 - 8 * max(digit - 2, 0)) & 0xFFFFFFFF)
+    far_mask, key_mask = masks_of(digit)
     first = high_end
     last = low_end
-    for i in range(low_end, high_end):
-        x = lds_f32(uint32(line + 4 * i))
-        key = ordered(x)
-        far = distance(x, top, scale)
-        kept = key > threshold or (key == threshold and start + i <= cut)
-        same = ((far ^ near) & far_mask) == 0 and ((key ^ prefix) & key_mask) == 0
-        if kept and same:
-            at = int32(255 - int32(key >> (24 - 8 * max(digit - 2, 0)) & 255))
-            at = int32((far >> (8 - 8 * min(digit, 1))) & 255 if digit < 2 else at)
-            w = weight(x, top, scale)
-            high, low = split_mass(w)
-            atom_add_shared(uint32(hist + 4 * at), uint32(1))
-            atom_add_shared(uint32(hist + 4 * (BINS + at)), high)
-            atom_add_shared(uint32(hist + 4 * (2 * BINS + at)), low)
-            first = int32(min(first, i))
-            last = int32(i + 1)
+    for some in range(low_end, high_end, 4):
+        x = regs(4)
+        for j in unroll(4):
+            x[j] = lds_f32(uint32(line + 4 * min(some + j, high_end - 1)))
+        for j in unroll(4):
+            i = int32(some + j)
+            key = ordered(x[j])
+            far = distance(x[j], top, scale)
+            kept = (key > threshold or (key == threshold and start + i <= cut)) and i < high_end
+            if kept and ((far ^ near) & far_mask) == 0 and ((key ^ prefix) & key_mask) == 0:
+                at = int32(255 - int32(key >> (24 - 8 * max(digit - FAR_DIGITS, 0)) & 255))
+                at = int32((far >> (16 - 8 * min(digit, 2))) & 255 if digit < FAR_DIGITS else at)
+                w = weight(x[j], top, scale)
+                high, low = split_mass(w)
+                atom_add_shared(uint32(hist + 4 * at), uint32(1))
+                atom_add_shared(uint32(hist + 4 * (BINS + at)), high)
+                atom_add_shared(uint32(hist + 4 * (2 * BINS + at)), low)
+                first = int32(min(first, i))
+                last = int32(i + 1)
     sync_threads()
     return first, last
 
@@ -106,8 +117,7 @@ def is_last_kind(x: Any, token: Any, top: Any, scale: Any, digits: Any, near: An
                  cut: Any) -> Any:  # fmt: skip
     """1 for a kept token that shares all `digits` that were found."""
     key = ordered(x)
-    far_mask = int32(65535 << (16 - 8 * min(digits, 2)) & 65535)
-    key_mask = uint32(int64(0xFFFFFFFF) << (32 - 8 * max(digits - 2, 0)) & 0xFFFFFFFF)
+    far_mask, key_mask = masks_of(digits)
     far = distance(x, top, scale)
     same = ((far ^ near) & far_mask) == 0 and ((key ^ prefix) & key_mask) == 0
     kept = key > threshold or (key == threshold and token <= cut)

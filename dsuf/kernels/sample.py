@@ -42,10 +42,11 @@ from dsuf.kernels.draw import (
     token_at,
     weight,
 )
-from dsuf.kernels.lang import Kernel, inline, int32, int64, kernel, s32, s64, uint32, unroll
+from dsuf.kernels.lang import Kernel, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
 from dsuf.kernels.nucleus import (
     BIN_BYTES,
     DIGITS,
+    FAR_DIGITS,
     bins_of_cluster,
     fill_bins,
     get_wide,
@@ -74,6 +75,7 @@ from dsuf.kernels.ptx.sync import (
     ld_cluster_u32,
     let_next_kernel_start,
     sync_threads,
+    sync_warp,
     thread_index,
     wait_for_previous_kernel,
     warp_max_u32,
@@ -137,25 +139,28 @@ def best_of(scratch: Any, share: Any, key: Any, token: Any, tid: Any, warps: Any
         sts_u32(uint32(scratch + (tid >> 5) * 8), top)
         sts_u32(uint32(scratch + (tid >> 5) * 8 + 4), low)
     sync_threads()
-    best = uint32(0)
-    best_token = uint32(NONE)
-    for w in range(warps):
-        a = lds_u32(uint32(scratch + 8 * w))
-        b = lds_u32(uint32(scratch + 8 * w + 4))
-        better = a > best or (a == best and b < best_token)
-        best = uint32(a if better else best)
-        best_token = uint32(b if better else best_token)
+    lane = int32(tid & 31)
+    top = uint32(0)
+    low = uint32(NONE)
+    if lane < warps:
+        top = lds_u32(uint32(scratch + 8 * lane))
+        low = lds_u32(uint32(scratch + 8 * lane + 4))
+    sync_warp()
+    best = warp_max_u32(top)
+    best_token = warp_min_u32(uint32(low if top == best else NONE))
     if tid == 0:
         sts_u32(share, best)
         sts_u32(uint32(share + 4), best_token)
     cluster_arrive()
     cluster_wait()
-    for r in unroll(blocks):
-        a = ld_cluster_u32(cluster_address(share, uint32(r)))
-        b = ld_cluster_u32(cluster_address(uint32(share + 4), uint32(r)))
-        better = a > best or (a == best and b < best_token)
-        best = uint32(a if better else best)
-        best_token = uint32(b if better else best_token)
+    top = uint32(0)
+    low = uint32(NONE)
+    if lane < blocks:
+        top = ld_cluster_u32(cluster_address(share, uint32(lane)))
+        low = ld_cluster_u32(cluster_address(uint32(share + 4), uint32(lane)))
+    sync_warp()
+    best = warp_max_u32(top)
+    best_token = warp_min_u32(uint32(low if top == best else NONE))
     return best, best_token
 
 
@@ -189,27 +194,28 @@ def make_filter(*, cluster: int, threads: int, most: int) -> Kernel:
         per = int32((stretch + threads - 1) // threads | 1)  # tokens of a thread
         low_end = int32(min(tid * per, held))
         high_end = int32(min(low_end + per, held))
-        wait_for_previous_kernel()
-        let_next_kernel_start()
+        # table and slots are older than the kernel before
         slot = get(table, T_SEQUENCE, row)
         own = slots + int64(max(slot, 0)) * SLOT_BYTES
         temperature = ldg_f32(own + 4 * S_TEMPERATURE)
+        offset = get(table, T_OFFSET, row)
+        masked = word(own, S_MASKED)
+        bits = int64(mask if masked == 1 else 0)
+        allowed = int64(get(table, T_MEMBER, row) * (MOST_DRAFTS + 1) + offset)
+        words = int64((vocabulary + 31) >> 5)
+        later = int32(word(own, S_EMITTED) + offset - word(own, S_MIN_TOKENS))  # negative: EOS may not come yet
+        eos = word(own, S_EOS_COUNT)
+        eos = int32(eos if later < 0 else 0)
+        wait_for_previous_kernel()
+        let_next_kernel_start()
         if slot >= 0 and (purpose < 0 or temperature > 0.0):
             logit = logits + (row * vocabulary + start) * 4
-            offset = get(table, T_OFFSET, row)
-            masked = word(own, S_MASKED)
-            bits = int64(mask if masked == 1 else 0)
-            allowed = int64(get(table, T_MEMBER, row) * (MOST_DRAFTS + 1) + offset)
-            words = int64((vocabulary + 31) >> 5)
             load_row(line, logit, held, tid, threads)
             if bits != 0:
                 for i in range(tid, held, threads):
                     bit = allowed_bit(bits, allowed, words, int64(start + i))
                     if bit == 0:
                         sts_f32(uint32(line + 4 * i), as_float(uint32(MINUS_INFINITY)))
-            eos = word(own, S_EOS_COUNT)
-            later = int32(word(own, S_EMITTED) + offset - word(own, S_MIN_TOKENS))  # negative: EOS may not come yet
-            eos = int32(eos if later < 0 else 0)
             sync_threads()
             top_key = uint32(0)
             argmax = uint32(NONE)
@@ -224,11 +230,15 @@ def make_filter(*, cluster: int, threads: int, most: int) -> Kernel:
                 sync_threads()
                 key = uint32(0)
                 token = int32(NONE)
-                for i in range(low_end, high_end):
-                    one = ordered(lds_f32(uint32(line + 4 * i)))
-                    better = one > key
-                    key = uint32(one if better else key)
-                    token = int32(start + i if better else token)
+                for some in range(low_end, high_end, 4):
+                    x = regs(4)
+                    for j in unroll(4):
+                        x[j] = lds_f32(uint32(line + 4 * min(some + j, high_end - 1)))
+                    for j in unroll(4):
+                        one = ordered(x[j])
+                        better = one > key  # a token met twice changes nothing
+                        key = uint32(one if better else key)
+                        token = int32(start + some + j if better else token)
                 top_key, argmax = best_of(scratch, uint32(share + 8 * turn), key, token, tid, WARPS, cluster)
                 looks = int32(1 if turn == 0 and eos > 0 and top_key <= IMPOSSIBLE else 0)
                 turn = int32(turn + 1)
@@ -282,9 +292,9 @@ def make_filter(*, cluster: int, threads: int, most: int) -> Kernel:
                             ties = get_wide(uint32(found + 16))
                             mass = get_wide(uint32(found + 24))
                             sync_threads()
-                            near = int32(near | at << (8 - 8 * min(digit, 1)) if digit < 2 else near)
-                            byte = uint32(uint32(255 - at) << (24 - 8 * max(digit - 2, 0)))
-                            prefix = uint32(prefix | byte if digit >= 2 else prefix)
+                            near = int32(near | at << (16 - 8 * min(digit, 2)) if digit < FAR_DIGITS else near)
+                            byte = uint32(uint32(255 - at) << (24 - 8 * max(digit - FAR_DIGITS, 0)))
+                            prefix = uint32(prefix | byte if digit >= FAR_DIGITS else prefix)
                             digit = int32(digit + 1)
                             side = int32(side ^ 1)
                         # of the `ties` tokens that share them all, as many stay as it takes to reach the goal
@@ -297,16 +307,21 @@ def make_filter(*, cluster: int, threads: int, most: int) -> Kernel:
                 # logits become weights: 0 for what is not kept
                 high = uint32(0)
                 low = uint32(0)
-                for i in range(low_end, high_end):
-                    x = lds_f32(uint32(line + 4 * i))
-                    key = ordered(x)
-                    kept = key > threshold or (key == threshold and start + i <= cut)
-                    w = weight(x, top, scale)
-                    w = w if kept else 0.0
-                    sts_f32(uint32(line + 4 * i), w)
-                    a, b = split_mass(w)
-                    high = uint32(high + a)
-                    low = uint32(low + b)
+                for some in range(low_end, high_end, 4):
+                    y = regs(4)
+                    for j in unroll(4):
+                        y[j] = lds_f32(uint32(line + 4 * min(some + j, high_end - 1)))
+                    for j in unroll(4):
+                        i = int32(some + j)
+                        key = ordered(y[j])
+                        kept = (key > threshold or (key == threshold and start + i <= cut)) and i < high_end
+                        w = weight(y[j], top, scale)
+                        w = w if kept else 0.0
+                        a, b = split_mass(w)
+                        high = uint32(high + a)
+                        low = uint32(low + b)
+                        if i < high_end:
+                            sts_f32(uint32(line + 4 * i), w)
                 a, b, c, d = scan_pair(high, low, scratch, tid, WARPS)
                 before, total = over_ranks(uint32(share + 32), c, d, rank, tid, cluster)
                 if rank == 0 and tid == 0:
