@@ -106,7 +106,10 @@ class Exchange:
         used, rest = used_before_stop([bytes_of[token] for token in read], reply.stops)
         self.call.cancel(keep=used)
         await self.call.settle(_SAVE_S)
-        (more,) = self.service.text.encoder.plain([rest.decode()])  # a stop string begins with a whole character
+        try:
+            (more,) = self.service.text.encoder.plain([rest.decode()])
+        except UnicodeDecodeError:  # what was emitted is no text, so nobody will send it again
+            return
         await self.service.prefixes.ended(prompt, self.reply_id, [*read[:used], *more], whole=False)
 
     def body(self) -> bytes:

@@ -61,7 +61,10 @@ class StopText:
 
 
 def used_before_stop(tokens: Sequence[bytes], stops: Sequence[str]) -> tuple[int, bytes]:
-    """How many of `tokens` are used whole when the last one completes a stop string, and the used part of the next."""
+    """How many of `tokens` are used whole when the last one completes a stop string, and what is used after them.
+
+    The second part is text of whole characters wherever the tokens are.
+    """
     text, last = b"".join(tokens), len(tokens[-1])
     ends: list[tuple[int, int]] = []
     for stop in (stop.encode() for stop in stops):
@@ -69,11 +72,24 @@ def used_before_stop(tokens: Sequence[bytes], stops: Sequence[str]) -> tuple[int
         if at >= 0:
             ends.append((at + len(stop), at))
     left = min(ends)[1] if ends else len(text)  # as in StopText: the one that is complete first
-    for count, token in enumerate(tokens):
-        if len(token) > left:
-            return count, token[:left]
-        left -= len(token)
-    return len(tokens), b""
+    count = 0
+    while count < len(tokens) and len(tokens[count]) <= left:
+        left -= len(tokens[count])
+        count += 1
+    rest = tokens[count][:left] if left else b""
+    for _ in range(3):  # a token may hold the end of a character and more
+        if count and not _is_text(rest):
+            count -= 1
+            rest = tokens[count] + rest
+    return count, rest
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def finite(entry: TokenLogprobs) -> tuple[float, list[tuple[int, float]]]:

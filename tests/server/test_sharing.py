@@ -167,10 +167,12 @@ LONG = "One two three four five six seven eight nine ten. " * 20
         (" four", "One two three"),
         ("ree fo", "One two th"),  # within a token
         ("nine ten. One two", "One two three four five six seven eight "),
+        ("\n\n", "A crown 👑"),  # a token is the end of the crown and the line breaks
     ],
 )
 def test_an_answer_that_a_stop_string_ended_is_gone_on_from(tmp_path, stop, text, stream):
-    with sharing_servers(tmp_path, answers={USER["content"]: LONG}, step_s=0.02) as (a, b):
+    said = "A crown 👑\n\n" + LONG if text.endswith("👑") else LONG
+    with sharing_servers(tmp_path, answers={USER["content"]: said}, step_s=0.02) as (a, b):
         heard, prompt = a.told([USER], stream, stop=[stop], **OFF)
         assert heard == text
         there = b.ask([USER, {"role": "assistant", "content": text}, user("More")], **OFF)

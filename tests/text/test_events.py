@@ -19,3 +19,11 @@ def test_what_is_used_of_the_tokens_is_what_the_client_got(tokens, data):
             assert used < read
             assert (b"".join(tokens[:used]) + rest).decode(errors="replace") == given_out
             break
+
+
+def test_a_token_that_holds_the_end_of_a_character_and_the_stop_string():
+    crown = ["👑".encode()[:3], "👑".encode()[3:] + b"\n\n"]
+    assert used_before_stop([b"hi ", *crown], ["\n\n"]) == (1, "👑".encode())
+    assert used_before_stop([b"hi ", *crown], ["\n"]) == (1, "👑".encode())
+    assert used_before_stop([b"hi", b" the", b"re"], ["there"]) == (1, b" ")
+    assert used_before_stop([b"\x91\n\n"], ["\n"]) == (0, b"\x91")
