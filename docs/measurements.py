@@ -40,7 +40,7 @@ def heading(file: Path, result: dict[str, Any]) -> str:
     gpu, machine = result.get("gpu"), result.get("machine")
     where = []
     if gpu:
-        where.append(" x ".join([str(gpu["count"])] * bool(gpu.get("count")) + [gpu["name"]]))
+        where.append(f"{gpu['count']} x {gpu['name']}" if gpu.get("count") else gpu["name"])
     if machine:
         where.append(f"{machine['cpu']}, {machine['cores']} cores")
     model = ", ".join(str(value) for value in (result.get("model") or {}).values())
