@@ -1,7 +1,9 @@
 """Recipe files: `dsuf repro NAME` runs recipes/NAME.toml.
 
-command    "chat": send [args.request] to a server and time the stream; "bench serve": load a server as [args] says
-[args]     what the command takes; for bench serve its flags, with _ for -
+command    "chat": send [args.request] to a server and time the stream; "bench serve": load a server as [args] says;
+           "bench decode": measure steps, once for each [[run]]
+[args]     what the command takes; for bench serve and bench decode their flags, with _ for -
+[[run]]    of bench decode: a name, and flags beside those of [args]
 [published."MACHINE"]    published ranges, metric = [low, high]
 [[check]]  name and one of starts_with, balanced_tag, mentions_any (on the extracted page), for --check
 """
@@ -16,7 +18,7 @@ from typing import Any
 import dsuf
 from dsuf.errors import ConfigError
 
-CHAT, BENCH_SERVE = "chat", "bench serve"
+CHAT, BENCH_SERVE, BENCH_DECODE = "chat", "bench serve", "bench decode"
 CHECK_KINDS = ("starts_with", "balanced_tag", "mentions_any")
 
 
@@ -36,7 +38,8 @@ class Recipe:
     name: str
     command: str
     request: dict[str, Any]  # chat
-    flags: dict[str, Any]  # bench serve
+    flags: dict[str, Any]  # bench serve, bench decode
+    runs: tuple[dict[str, Any], ...]  # bench decode
     published: dict[str, dict[str, tuple[float, float]]]
     checks: tuple[Check, ...]
 
@@ -63,12 +66,17 @@ def read_recipe(path: Path) -> Recipe:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"The recipe {path} is not readable TOML: {error}") from None
-    unknown = sorted(set(content) - {"command", "args", "published", "check"})
+    unknown = sorted(set(content) - {"command", "args", "run", "published", "check"})
     if unknown:
         raise ConfigError(f"The recipe {path} has unknown keys: {', '.join(unknown)}.")
     command, given = content.get("command"), content.get("args", {})
-    if command not in (CHAT, BENCH_SERVE):
-        raise ConfigError(f'The recipe {path} has command {command!r}; expected "{CHAT}" or "{BENCH_SERVE}".')
+    if command not in (CHAT, BENCH_SERVE, BENCH_DECODE):
+        known = f'"{CHAT}", "{BENCH_SERVE}" or "{BENCH_DECODE}"'
+        raise ConfigError(f"The recipe {path} has command {command!r}; expected {known}.")
+    if (command == BENCH_DECODE) != bool(content.get("run")):
+        raise ConfigError(f'The recipe {path} is {command!r}; "{BENCH_DECODE}", and no other, has [[run]] tables.')
+    if any("name" not in run for run in content.get("run", [])):
+        raise ConfigError(f"The recipe {path} has a [[run]] without a name.")
     request = given.get("request") if command == CHAT else {}
     if command == CHAT and not (isinstance(request, dict) and request.get("stream")):
         raise ConfigError(f"The recipe {path} needs a streaming request in [args.request].")
@@ -76,7 +84,8 @@ def read_recipe(path: Path) -> Recipe:
         name=path.stem,
         command=command,
         request=request,
-        flags=given if command == BENCH_SERVE else {},
+        flags=given if command != CHAT else {},
+        runs=tuple(content.get("run", [])),
         published=_published(path, content.get("published", {})),
         checks=tuple(_check(path, entry) for entry in content.get("check", [])),
     )

@@ -18,7 +18,7 @@ from dsuf.cli.client import StreamTimes, chat_url, read_counters, steps_since, s
 from dsuf.cli.live import say
 from dsuf.cli.own_server import own_server
 from dsuf.cli.page import extract_page, failed_checks
-from dsuf.cli.recipe import BENCH_SERVE, Recipe, load_recipe
+from dsuf.cli.recipe import BENCH_DECODE, BENCH_SERVE, Recipe, load_recipe
 from dsuf.config import BenchOptions, parse_thresholds, read_environment
 from dsuf.errors import CheckFailed, ConfigError, UsageError
 
@@ -56,11 +56,13 @@ def repro(
 ) -> None:
     """Run a recipe: send its published request and print our figures beside the published ones."""
     recipe = load_recipe(name)
+    if recipe.command in (BENCH_SERVE, BENCH_DECODE) and (save is not None or check):
+        raise UsageError(f"--save and --check are for recipes that ask for a page; {name} measures.")
+    if recipe.command == BENCH_DECODE:
+        shared = {"gpus": gpus, "label": label, "output": output, "fail_below": fail_below, "fail_above": fail_above}
+        _run_decode(recipe, repeat=runs, **{flag: value for flag, value in shared.items() if value})
+        return
     if recipe.command == BENCH_SERVE:
-        if save is not None or check:
-            raise UsageError(
-                f"--save and --check are for recipes that ask for a page; {name} measures a server's load."
-            )
         shared = {
             "url": url, "ckpt": ckpt, "gpus": gpus, "draft": draft, "verify": verify, "label": label or f"repro {name}",
             "output": output, "ci_json": ci_json, "fail_below": fail_below, "fail_above": fail_above,
@@ -103,6 +105,25 @@ def _run_bench(recipe: Recipe, **flags: Any) -> None:
             f"The recipe {recipe.name} has args {', '.join(unknown)}; expected {', '.join(sorted(known))}."
         )
     serve(**recipe.flags, **flags)
+
+
+def _run_decode(recipe: Recipe, output: Path | None = None, label: str = "", **flags: Any) -> None:
+    """`dsuf bench decode` for each run of the recipe; `output` NAME.json becomes NAME-RUN.json.
+
+    Raises ConfigError for a flag that it does not have.
+    """
+    from dsuf.cli.bench.decode import decode
+
+    known = set(inspect.signature(decode).parameters)
+    for run in recipe.runs:
+        name, given = run["name"], {**recipe.flags, **{flag: value for flag, value in run.items() if flag != "name"}}
+        if unknown := sorted(set(given) - known):
+            raise ConfigError(
+                f"The recipe {recipe.name} has {', '.join(unknown)}; expected {', '.join(sorted(known))}."
+            )
+        file = None if output is None else output.with_stem(f"{output.stem}-{name}")
+        say(f"{recipe.name}: {name}")
+        decode(**{**given, **flags, "output": file, "label": f"{label or recipe.name} {name}"})
 
 
 def _send(recipe: Recipe, url: str, runs: int, quiet: bool) -> tuple[list[StreamTimes], list[dict[str, float]]]:

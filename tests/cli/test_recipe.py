@@ -60,6 +60,9 @@ GOOD = 'command = "chat"\n[args.request]\nmodel = "m"\nstream = true\n'
     [
         ("command = ", "not readable TOML"),
         ('command = "dance"', "'dance'; expected"),
+        ('command = "bench decode"', "and no other, has"),
+        (GOOD + '[[run]]\nname = "a"', "and no other, has"),
+        ('command = "bench decode"\n[[run]]\nrows = 6', "without a name"),
         ('command = "chat"', "needs a streaming request"),
         ('command = "chat"\n[args.request]\nmodel = "m"', "needs a streaming request"),
         (GOOD + "[oops]", "unknown keys: oops"),

@@ -90,3 +90,30 @@ def test_a_missed_threshold_ends_with_1(server):
 )
 def test_exit_statuses(flags, status):
     assert run_command(flags) == status
+
+
+class TestStepsOfARecipe:
+    @pytest.fixture
+    def asked(self, monkeypatch):
+        from dsuf.cli.bench import decode
+
+        calls = []
+
+        def played(**flags):
+            calls.append(flags)
+
+        played.__signature__ = decode.decode.__signature__
+        monkeypatch.setattr(decode, "decode", played)
+        return calls
+
+    def test_every_run_is_measured_with_its_own_flags(self, asked, tmp_path):
+        assert run_command(["repro", "h200", "--output", str(tmp_path / "x.json")]) == 0
+        assert len(asked) >= 10 and all(flags["config"] == "h200x1" for flags in asked)
+        plain, drafted = asked[:2]
+        assert plain["draft"] == "off" and drafted["verify"] == "5" and drafted["inject_accept"] == 0.82
+        assert plain["output"] == tmp_path / "x-rows1-1k.json" and plain["label"] == "h200 rows1-1k"
+        assert len({flags["output"] for flags in asked}) == len(asked)
+
+    def test_a_page_is_not_asked_for(self, asked, capsys):
+        assert run_command(["repro", "h200", "--check"]) == 2
+        assert "recipes that ask for a page" in capsys.readouterr().err and not asked
