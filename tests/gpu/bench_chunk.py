@@ -123,7 +123,7 @@ class Bench:
         for topk in (TOPK, 0):
             args = [q, at_windows, 0, ring, pick, chosen, topk, table, context // PAGE_TOKENS,
                     pool + SOURCE.codes.offset, pool + SOURCE.scales.offset, LAYOUT.page_bytes, SOURCE.ratio,
-                    self.row_owner, *where, phases, sink, out]  # fmt: skip
+                    self.row_owner, *where, phases, sink, out, rows]  # fmt: skip
             operations, nbytes = 4 * H * WIDTH * (W + topk), 4 * H * WIDTH + topk * 288
             one = ("chunk.attend/v41", *args)
             self.time(

@@ -63,8 +63,8 @@ class Case:
         scales = page.ctypes.data + self.per_page * self.d // 2
         execute(kernel, [self.q, self.windows, 0, self.ring, self.selected, self.chosen, self.topk, self.pages,
                          self.pages.shape[1], page, scales, page.shape[1], max(self.ratio, 1), self.sequence,
-                         self.position, self.first, self.last, rope.tables(self.w, 4096), self.sink, out],
-                grid=(len(self.position), 1))  # fmt: skip
+                         self.position, self.first, self.last, rope.tables(self.w, 4096), self.sink, out,
+                         len(self.position)], grid=(2, 1))  # fmt: skip
         return natural(out)
 
     def expected(self, row: int) -> np.ndarray:

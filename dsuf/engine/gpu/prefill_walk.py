@@ -195,7 +195,8 @@ class Chunk:
         first = r.decoder_first if role.index >= spec.decoder_start_layer else r.first
         self.launch(
             f"chunk.attend/{self.k.width}", b.q, b.windows, 0, self.ring, b.selected, b.chosen, topk, *pages,
-            r.sequence, r.position, first, r.last, table, weights.attn_sink, b.o, grid=(self.count, 1),
+            r.sequence, r.position, first, r.last, table, weights.attn_sink, b.o, self.count,
+            grid=(min(SM_BLOCKS, self.count), 1),
         )  # fmt: skip
 
     def compress(self, role: LayerRole) -> None:

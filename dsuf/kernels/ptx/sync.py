@@ -203,3 +203,6 @@ give_some_registers = _set_registers("dec", 104)  # for a warpgroup that decodes
 take_most_registers = _set_registers("inc", 200)  # for those two
 give_half_registers = _set_registers("dec", 72)  # for a warpgroup that gathers rows for two that multiply
 take_half_registers = _set_registers("inc", 216)  # for those two
+give_four_registers = _set_registers("dec", 72)  # of four warpgroups: the one that fetches and expands,
+give_score_registers = _set_registers("dec", 104)  # the one that makes scores,
+take_four_registers = _set_registers("inc", 168)  # and the two that hold results

@@ -88,6 +88,23 @@ def wgmma_registers(n: int, transposed: bool) -> Op:
 
 
 @cache
+def wgmma_transposed(n: int) -> Op:
+    """wgmma.mma_async m64 x n x 16 of bf16, B lying [k, n] as in `wgmma_registers`: both operands by descriptor."""
+
+    def twin(lanes: Lanes, a: Any, b: Any, add: Any, acc: Any) -> tuple[np.ndarray, ...]:
+        left = decode_bf16(lanes.shared.swizzled_tile(lanes.one(a), 64, 32).view(np.uint16)).astype(np.float64)
+        right = decode_bf16(lanes.shared.swizzled_columns(lanes.one(b), n, 32).view(np.uint16)).astype(np.float64)
+        return _spread(lanes, left @ right.T, acc, lanes.one(add) != 0)
+
+    twin.__name__ = f"wgmma_transposed_n{n}"
+    text = (
+        f"{{.reg .pred p; setp.ne.b32 p, <2>, 0; wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16"
+        f" <d>, <0>, <1>, p, 1, 1, 0, 1;}}"
+    )
+    return ptx(f"f32*{n // 2} = s64, s64, s32, +f32*{n // 2}", text, chips=HOPPER, unit="warpgroup")(twin)
+
+
+@cache
 def scale_rows(registers: int) -> Op:
     """mul.f32 of an accumulator tile: rows g by the first factor, rows g + 8 by the second."""
 
