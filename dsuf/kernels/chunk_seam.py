@@ -70,12 +70,12 @@ from dsuf.kernels.ptx.sync import (
 from dsuf.kernels.quantise import inverse_scale, max_over, q8_exponent, sum_over
 from dsuf.ops.mixes import mixes
 
-SPLITS = 8  # parts of 4 D columns whose sums are added by `coefficients`
+SPLITS = 16  # parts of 4 D columns whose sums are added by `coefficients`
 THREADS, WARPS = 640, 20  # of a seam: eight columns a thread
 MOST_WIDTH = 8 * THREADS
 MIX_WARPS, MIX_ROWS, SLICE = 8, 128, 128  # 16 rows a warp; columns of fn in shared memory
 GROUP_BYTES = 9 * 512  # 32 columns of fn: three terms of three tiles of eight rows
-COEFFICIENT_ROWS = 64  # threads of a block
+COEFFICIENT_ROWS, COEFFICIENT_THREADS = 64, 256  # of a block
 WARP, SCALE_LANES, QUAD = (1, 2, 4, 8, 16), (1, 2), (1, 2)
 
 
@@ -101,6 +101,15 @@ def q8_values(v: Any, word: Any) -> None:
         pair = e4m3x4_bf16(uint32(low | e4m3x2(v[4 * i + 3] * f, v[4 * i + 2] * f) << 16))
         word[2 * i] = mul_bf16x2(pair[0], both)
         word[2 * i + 1] = mul_bf16x2(pair[1], both)
+
+
+@inline
+def load_slice(a: Any, b: Any, low: Any, high: Any, start: Any, end: Any, parts: Any) -> None:
+    """Columns start .. of two rows as operands of products, `parts` times 32 of them, zeros from `end` on."""
+    for part in unroll(parts):
+        if start + 32 * part < end:
+            a[4 * part : 4 * part + 4] = ldg_u32x4(low + int64(start + 32 * part) * 2)
+            b[4 * part : 4 * part + 4] = ldg_u32x4(high + int64(start + 32 * part) * 2)
 
 
 def make_seam(*, eps: float) -> Kernel:
@@ -200,7 +209,7 @@ def make_seam(*, eps: float) -> Kernel:
 
 
 def make_mix() -> Kernel:
-    """grid (SPLITS, ceil(rows / 128)); 4 D / SPLITS a multiple of 64."""
+    """grid (SPLITS, ceil(rows / 128)); 4 D / SPLITS a multiple of 32."""
     PARTS = SLICE // 32
 
     @kernel(threads=32 * MIX_WARPS, grid=(SPLITS, 32), shared=PARTS * GROUP_BYTES, name="chunk_mix")
@@ -220,13 +229,11 @@ def make_mix() -> Kernel:
         acc = regs(3, (0.0, 0.0, 0.0, 0.0))
         square0 = 0.0
         square1 = 0.0
-        for start in range(flat // SPLITS * split, end, SLICE):
-            a = regs(4 * PARTS, uint32(0))
-            b = regs(4 * PARTS, uint32(0))
-            for part in unroll(PARTS):
-                if start + 32 * part < end:
-                    a[4 * part : 4 * part + 4] = ldg_u32x4(low + int64(start + 32 * part) * 2)
-                    b[4 * part : 4 * part + 4] = ldg_u32x4(high + int64(start + 32 * part) * 2)
+        begin = int32(flat // SPLITS * split)
+        a = regs(4 * PARTS, uint32(0))
+        b = regs(4 * PARTS, uint32(0))
+        load_slice(a, b, low, high, begin, end, PARTS)
+        for start in range(begin, end, SLICE):
             sync_threads()
             for i in range(tid, ROWS_OF_FN * (SLICE // 8), 32 * MIX_WARPS):
                 n = int32(i // (SLICE // 8))
@@ -248,6 +255,9 @@ def make_mix() -> Kernel:
                         rest[2 * j + 1] = rest[2 * j + 1] - bf16_high(word[j])
                     sts_u32x4(uint32(at + term * 1536), word)
             sync_threads()
+            next_a = regs(4 * PARTS, uint32(0))
+            next_b = regs(4 * PARTS, uint32(0))
+            load_slice(next_a, next_b, low, high, int32(start + SLICE), end, PARTS)
             for part in unroll(PARTS):
                 for term in unroll(3):
                     for n in unroll(3):
@@ -258,6 +268,9 @@ def make_mix() -> Kernel:
                 for i in unroll(4 * part, 4 * part + 4):
                     square0 = fma(bf16_high(a[i]), bf16_high(a[i]), fma(bf16_low(a[i]), bf16_low(a[i]), square0))
                     square1 = fma(bf16_high(b[i]), bf16_high(b[i]), fma(bf16_low(b[i]), bf16_low(b[i]), square1))
+            for i in unroll(4 * PARTS):
+                a[i] = next_a[i]
+                b[i] = next_b[i]
         square0 = sum_over(square0, QUAD)
         square1 = sum_over(square1, QUAD)
         for half in unroll(2):
@@ -274,23 +287,35 @@ def make_mix() -> Kernel:
 
 
 def make_coefficients(*, rounds: int, hc_eps: float, eps: float) -> Kernel:
-    """A thread a row; the parts of a sum in ascending order."""
+    """64 rows a block: their sums by all threads, parts in ascending order; then a thread a row."""
+    HELD = COEFFICIENT_ROWS * SUMS
 
-    @kernel(threads=COEFFICIENT_ROWS, grid=(64,), name="chunk_coefficients")
+    @kernel(threads=COEFFICIENT_THREADS, grid=(64,), shared=4 * HELD, name="chunk_coefficients")
     def coefficients(sums: s64, scale: s64, base: s64, out: s64, over_width: f32, rows: s32) -> None:
-        row = int32(block_index() * COEFFICIENT_ROWS + thread_index())
+        tid = int32(thread_index())
+        first = int32(block_index() * COEFFICIENT_ROWS)
+        row = int32(first + tid)
+        sm = shared_base()
         wait_for_previous_kernel()
         let_next_kernel_start()
         to = out + int64(row) * (4 * ROWS_OF_FN)
-        if row < rows and sums == 0:
+        live = tid < COEFFICIENT_ROWS and row < rows
+        if live and sums == 0:
             for i in unroll(ROWS_OF_FN):
                 stg_f32(to + 4 * i, 1.0 if i == 0 else 0.0)
-        if row < rows and sums != 0:
-            m = regs(ROWS_OF_FN + 1, 0.0)
-            for split in range(SPLITS):
-                at = sums + (int64(split) * rows + row) * (4 * SUMS)
-                for i in unroll(ROWS_OF_FN + 1):
-                    m[i] = m[i] + ldg_f32(at + 4 * i)
+        if sums != 0:
+            for i in range(tid, min(rows - first, COEFFICIENT_ROWS) * SUMS, COEFFICIENT_THREADS):
+                total = 0.0
+                if i % SUMS <= ROWS_OF_FN:
+                    for split in unroll(SPLITS):
+                        at = sums + ((int64(split) * rows + first) * SUMS + i) * 4
+                        total = total + ldg_f32(at)
+                sts_f32(uint32(sm + 4 * i), total)
+            sync_threads()
+        if live and sums != 0:
+            m = regs(ROWS_OF_FN + 1)
+            for i in unroll(ROWS_OF_FN + 1):
+                m[i] = lds_f32(uint32(sm + (tid * SUMS + i) * 4))
             inverse = rsqrt_approx(m[ROWS_OF_FN] * over_width + eps)
             for i in unroll(8):
                 gate = sigmoid(fma(m[i] * inverse, ldw_f32(scale + (0 if i < 4 else 4)), ldw_f32(base + 4 * i)))

@@ -21,6 +21,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from dsuf.engine.gpu.prefill_walk import segments_of
 from dsuf.kernels import chunk_index, chunk_rows, chunk_seam, rope
 from dsuf.kernels.launch import Loaded
 from dsuf.layout import PAGE_TOKENS, PageLayout
@@ -147,7 +148,7 @@ class Bench:
         at_q, at_w, at_p = put(q), put(weights), put(position)
         scores, out = self.gpu.empty(piece * entries * 4), self.gpu.empty(rows * TOPK * 4)
         number, tiles = self.gpu.empty(rows * 4), chunk_index.rows_of_block(HEADS)
-        segments = max(1, -(-264 // (piece // tiles)))
+        segments = segments_of(piece // tiles)
 
         def score(first: int) -> None:
             self.launch("chunk.scores/v41", at_q + first * HEADS * DI * 2, at_w + first * HEADS * 4, table,

@@ -23,7 +23,7 @@ from dsuf.spec import BLOCK, LayerRole
 
 SM_BLOCKS = 132  # blocks of products: as many as the chip has multiprocessors
 PRODUCT_TILE = 128  # outputs and, at least, rows of a block's tile: more blocks than tiles have nothing to do
-SCORE_BLOCKS = 264  # of index scores at least, so that short chunks fill the chip too
+MOST_SEGMENTS = 8  # of the entries, so that few rows of scores fill the chip too
 
 
 class Chunk:
@@ -242,7 +242,7 @@ class Chunk:
         b, spec, r, pool = self.b, self.spec, self.rows.after(row), self.model.caches.pool
         heads, width, topk = spec.index_n_heads, spec.index_head_dim, spec.index_topk
         blocks = -(-count // chunk_index.rows_of_block(heads))
-        segments = min(-(-SCORE_BLOCKS // blocks), pitch // chunk_index.TILE)
+        segments = min(segments_of(blocks), pitch // chunk_index.TILE)
         self.launch(
             f"chunk.scores/{self.k.width}", b.index_q + row * heads * width * 2, b.index_weights + row * heads * 4,
             pool.table, pool.most_pages, pool.base + source.key_codes.offset, pool.base + source.key_scales.offset,
@@ -319,3 +319,9 @@ class Chunk:
                 b.latent, (stage.q_norm, stage.kv_norm), weights.rope_plain, b.codes, b.scales,
                 c.window(spec.num_hidden_layers + number), c.pitch, c.ring,
             )  # fmt: skip
+
+
+def segments_of(blocks: int) -> int:
+    """Into how many parts the entries are cut, so that the last wave of blocks is as full as can be."""
+    waves = [(-(-blocks * parts // SM_BLOCKS) / parts + 0.02 * parts, parts) for parts in range(1, MOST_SEGMENTS + 1)]
+    return min(waves)[1]
