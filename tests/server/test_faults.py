@@ -152,6 +152,7 @@ def test_kill_in_decode_prefill_and_idle_and_each_time_it_comes_back(served):
     wait_for(lambda: server.ready() == 200)
     assert outcomes([Caller(server.url, max_tokens=5)]) == {"complete": 1}
 
+    wait_for(lambda: len(server.lines()) == 17)  # a line is written when the client has its answer
     statuses = Counter((line["status"], line["http_status"]) for line in server.lines())
     assert statuses == {("error", 503): 14, ("rejected", 503): 1, ("ok", 200): 2}
     assert len(server.lines("engine_gone")) == 3 and not server.lines("fault")
