@@ -130,7 +130,8 @@ def _live_rows(caches: Caches, position: int, decoder_start: int) -> Iterator[tu
     spec = caches.spec
     oldest = max(0, position - spec.sliding_window)
     yield slice(0, spec.decoder_start_layer), oldest
-    yield slice(spec.decoder_start_layer, None), max(oldest, decoder_start)
+    if decoder_start < position:
+        yield slice(spec.decoder_start_layer, None), max(oldest, decoder_start)
 
 
 def _planes(data: np.ndarray, layout: SnapshotLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
