@@ -20,7 +20,6 @@ from dsuf.layout import PageLayout, SourceLayout
 from dsuf.spec import Spec
 
 Launch = Callable[..., None]  # (name, *arguments, grid=(x, y))
-PREFETCH_BLOCKS = 32
 SCORE_BLOCKS = 264  # of index.scores, which walks its rows itself
 FIXED = (
     "hidden_size", "moe_intermediate_size", "num_attention_heads", "head_dim", "qk_rope_head_dim", "q_lora_rank",
@@ -79,10 +78,6 @@ class Launches:
         """codes, scales = q8 of the taps side by side."""
         d = self.spec.hidden_size
         self.launch("taps.join", *taps, codes, scales, d, grid=(-(-d // rows_q8.SPAN), len(taps) * self.count))
-
-    def prefetch(self, address: int, nbytes: int) -> None:
-        """Ask for a weight that a later kernel reads."""
-        self.launch("prefetch", address, nbytes, grid=(PREFETCH_BLOCKS, 1))
 
     # ---- streams
 

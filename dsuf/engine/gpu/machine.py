@@ -35,7 +35,6 @@ from dsuf.spec import Spec
 if TYPE_CHECKING:
     from dsuf.engine.gpu.device import Device
 
-AHEAD: frozenset[str] = frozenset()  # weights that decode steps ask for ahead of their kernels
 LOOKAHEAD = 64  # tokens beyond the context that ropes, page tables and pages have room for
 
 
@@ -123,9 +122,8 @@ class Machine:
         pages = Pages(device, spec, slots=slots, count=ledger.pages, most_pages=most_pages)
         counters = device.allocate(64, KIND)
         device.zero(counters, 64)
-        sizes = {weights.address(part): part.nbytes for part in weights.parts}
         model = Model(
-            spec, weights, pages.caches, work, pad_class, AHEAD, sizes, expert_counter=counters,
+            spec, weights, pages.caches, work, pad_class, expert_counter=counters,
             draft_expert_counter=counters + 4,
         )  # fmt: skip
         steps = StepGraphs(device, model, slots, graphs=graphs)

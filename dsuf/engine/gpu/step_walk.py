@@ -11,7 +11,7 @@ the two stream buffers and coefficient sums is current.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from dsuf.engine.gpu.buffers import Workspace
@@ -52,8 +52,6 @@ class Model:
     caches: Caches
     work: Workspace
     pad_class: int  # of Engram's pad token
-    ahead: frozenset[str] = frozenset()  # weights that are asked for ahead of their kernels
-    sizes: dict[int, int] = field(default_factory=dict)  # bytes of weights, by address
     expert_counter: int = 0  # address of a uint64, 0: not counted
     draft_expert_counter: int = 0
 
@@ -138,11 +136,9 @@ def layer_walk(k: Launches, m: Model, residual: Residual, layer: int, *, compres
     """
     weights, role = m.weights.layers[layer], m.spec.layers[layer]
     attention(k, m, role, compress=compress)
-    ask_ahead(k, m, weights, "gate", "shared_gate_up", "shared_down")
     residual.after_attention(weights)
     moe(k, m, weights, m.spec.n_routed_experts, m.spec.num_experts_per_tok, m.expert_counter)
     if layer + 1 < m.spec.num_hidden_layers:
-        ask_ahead(k, m, m.weights.layers[layer + 1], "wq_a_wkv", "wq_b")
         to_next(k, m, residual, layer + 1)
     else:
         residual.after_experts(m.spec.num_experts_per_tok, weights, m.weights.norm)
@@ -189,20 +185,11 @@ def attention(k: Launches, m: Model, role: LayerRole, *, compress: bool = True) 
     decoder = role.index >= m.spec.decoder_start_layer
     first = k.rows.decoder_first if decoder else k.rows.first
     selected = (w.selected, w.chosen) if role.ratio else (0, 0)
-    ask_ahead(k, m, weights, "wo_a")
     k.attend(
         w.q, c.window(role.index), c.pitch, c.ring, first, c.pool, c.source(role), selected, table, weights.attn_sink,
         w.o,
     )  # fmt: skip
     output(k, m, weights)
-
-
-def ask_ahead(k: Launches, m: Model, weights: Any, *names: str) -> None:
-    """Let weights of a layer arrive in the L2 while kernels run that leave the memory idle."""
-    for name in names:
-        address = getattr(weights, name)
-        if name in m.ahead and address in m.sizes:
-            k.prefetch(address, m.sizes[address])
 
 
 def queries(k: Launches, m: Model, weights: Any, table: int, window: int) -> None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from dsuf.kernels.ptx.op import BLACKWELL, Op, ptx
 
 if TYPE_CHECKING:
@@ -124,12 +122,6 @@ def _async_wait(n: int) -> Op:
 
 
 async_wait = tuple(_async_wait(n) for n in range(6))  # cp.async.wait_group n
-
-
-@ptx("= s64, u32", "cp.async.bulk.prefetch.L2.global [<0>], <1>;")
-def bulk_prefetch(lanes: Lanes, address: Any, count: Any) -> None:
-    """cp.async.bulk.prefetch.L2: bytes from an address on, both multiples of 16, will be wanted"""
-    lanes.load_global(address, np.uint8, 1)
 
 
 @ptx("= s64", "prefetch.tensormap [<0>];")
