@@ -17,6 +17,8 @@ from dsuf.errors import CheckFailed, ConfigError
 from dsuf.spec import Spec
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from dsuf.engine.gpu.backend import GpuBackend
     from dsuf.engine.gpu.measure import StepRun
     from dsuf.engine.options import EngineOptions
@@ -86,14 +88,18 @@ def measure(config: dict[str, Any], engine: EngineOptions, plan: StepPlan, repea
         run = StepRun(
             backend, batch=plan.batch, context=plan.context, budget=BUDGET, draft=plan.draft, verify=plan.verify
         )
+        recorded = None
         if plan.accept is not None:
-            run.inject(run.record((plan.steps + 2) * 6 * (repeat + warmup)), plan.accept)
+            recorded = run.record((plan.steps + 2) * 6 * (repeat + warmup))
+            run.inject(recorded, plan.accept)
         samples, shapes = [], []
         for number in range(warmup + repeat):
             sample, shape = _sample(run, backend, plan)
             if number >= warmup:
                 samples.append(sample)
                 shapes.append(shape)
+        if recorded is not None:
+            _check_text(run, recorded)
         ceilings = {"read_gb_per_s": read_ceiling(backend), "bf16_gflops": DENSE_BF16_GFLOPS}
         floor = step_floor(Described(spec, config), _mean(shapes), ceilings)
         for sample in samples:
@@ -155,6 +161,18 @@ def read_ceiling(backend: GpuBackend) -> float:
         last.wait()
         best = min(best, last.since(first) / 10)
     return pieces * PIECE / best / 1e9
+
+
+def _check_text(run: StepRun, recorded: np.ndarray) -> None:
+    """Drafts, wherever they come from, change no token."""
+    for sequence, tokens in zip(run.sequences, recorded.tolist(), strict=True):
+        said = sequence.emitted[: len(tokens)]
+        wrong = next((i for i, (a, b) in enumerate(zip(said, tokens, strict=False)) if a != b), None)
+        if wrong is not None:
+            raise CheckFailed(
+                f"with drafts token {wrong} of {sequence.id} is {said[wrong]}, without drafts it was {tokens[wrong]}: "
+                "rows of a step depend on one another."
+            )
 
 
 def _check_even(spec: Spec, counted: float, rows: float) -> None:
