@@ -102,7 +102,8 @@ def decode_config(config: str, engine: EngineOptions, batch: int, bench: BenchOp
     found = gpu_decode.measure(loaded, gpu_decode.options_for(engine, chosen), chosen, bench.repeat, bench.warmup)
     params = {
         "config": config, "batch": batch, "draft": engine.draft, "verify": engine.verify, **plan,
-        "context_kind": "synthetic", "router_bias": 0, "accept_injected": plan["accept"] is not None, "seed": bench.seed,
+        "context_kind": "synthetic", "router_bias": 0, "accept_injected": plan["accept"] is not None,
+        "seed": bench.seed,
         "kernels": {name: {"launches": count, "us": us} for name, (count, us) in found.kernels.items()},
         "memory": found.ledger,
     }  # fmt: skip
