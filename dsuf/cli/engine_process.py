@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import multiprocessing
 import multiprocessing.process
+import os
 import signal
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import uvloop
@@ -49,6 +52,7 @@ class EngineProcess:
         self._process: multiprocessing.process.BaseProcess | None = None
         self._deaths: list[float] = []
         self.was_ready = False  # an engine that was never ready is not started again: it would end the same way
+        self._kept: int | None = None  # descriptor of memory that outlives an engine
         self.failure: EngineGone | None = None  # set when the restarts are used up
 
     def start(self) -> None:
@@ -65,6 +69,15 @@ class EngineProcess:
         finally:
             signal.signal(signal.SIGINT, before)
         self._process = process
+
+    def keep(self, memory: str | int | float | None) -> None:
+        """Hold host memory that the engine filled (a path under /proc), so that the next one need not fill it again."""
+        if not isinstance(memory, str) or self._kept is not None:
+            return
+        with contextlib.suppress(OSError):  # the engine ended meanwhile
+            self._kept = os.open(memory, os.O_RDWR | os.O_CLOEXEC)
+            kept = Path(f"/proc/{os.getpid()}/fd/{self._kept}")
+            self._options = replace(self._options, engram_memory=kept)
 
     async def watch(self, link: EngineLink) -> None:
         """Tell `link` of each death and start anew; ends the server by SIGTERM when the restarts are used up."""
@@ -143,6 +156,7 @@ def serve_with_engine(
 
     def on_ready() -> None:
         process.was_ready = True
+        process.keep(link.status.info.get("engram_memory") if link.status is not None else None)
         print(ready_line, flush=True)
 
     async def until_stopped() -> int:

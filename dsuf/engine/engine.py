@@ -166,8 +166,14 @@ class Engine:
                 "numerics": self.options.numerics,
                 "prefill": self.options.prefill,
                 **{f"{kind}_bytes": count for kind, count in self.ledger().items()},
+                **self._kept_memory(),
             },
         )
+
+    def _kept_memory(self) -> dict[str, str]:
+        """Where the next engine finds what this one holds in host memory."""
+        tables = getattr(self.backend, "host_tables", None)
+        return {} if tables is None else {"engram_memory": str(tables.path)}
 
     def ledger(self) -> dict[str, int]:
         """Bytes in use by kind."""

@@ -31,6 +31,7 @@ class EngineOptions:
     park_bytes: int = 1 << 30  # host memory for sequences that are set aside when caches run short
     gpus: tuple[int, ...] = ()  # devices; none: the CPU backend
     gpus_named: bool = True  # False: they were taken because they are there
+    engram_memory: Path | None = None  # what an engine before this one left of Engram's tables in host memory
     kernels: Path | None = None  # folder of compiled kernels for GPUs; None: those of `cache`, built where missing
     cache: Path | None = None  # the user's build cache
 

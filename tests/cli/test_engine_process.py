@@ -10,6 +10,7 @@ import pytest
 
 from dsuf.cli import engine_process
 from dsuf.cli.engine_process import RESTARTS, EngineProcess
+from dsuf.engine.options import EngineOptions
 
 
 class PlayedLink:
@@ -71,3 +72,16 @@ def test_an_engine_that_was_never_ready_is_not_started_again(process, capsys):
     assert lost == [("the engine process ended with exit status 7", False)]
     assert process.failure is None
     assert capsys.readouterr().err == ""
+
+
+def test_memory_that_an_engine_left_is_held_for_the_next(tmp_path):
+    process = EngineProcess(tmp_path / "engine.sock", EngineOptions(tmp_path))
+    fd = os.memfd_create("tables")
+    os.write(fd, b"filled")
+    process.keep(f"/proc/{os.getpid()}/fd/{fd}")
+    os.close(fd)
+    assert process._options.engram_memory.read_bytes() == b"filled"
+    process.keep(None)
+    process.keep("/proc/0/fd/0")
+    assert process._options.engram_memory.read_bytes() == b"filled"
+    os.close(process._kept)

@@ -101,6 +101,7 @@ class GpuBackend:
         else:
             self._machine = Machine.load(self._options, self._class_map, self._device, progress, graphs=self._graphs)
         self.checkpoint = self._machine.checkpoint
+        self.host_tables = self._machine.model.weights.host_tables
         self._pages, self._graph = self._machine.pages, self._machine.steps
         self._copies = Copies(self._pages)
         self._prefilling = Prefilling(self._machine, self._options)

@@ -26,7 +26,7 @@ import numpy as np
 
 from dsuf.engine.gpu.weight_plan import Part, plan
 from dsuf.engine.gpu.weights import TABLES, Weights
-from dsuf.errors import DeviceError, EnvironmentProblem
+from dsuf.errors import EnvironmentProblem
 from dsuf.model.fingerprint import fingerprint
 from dsuf.spec import Spec
 
@@ -97,14 +97,16 @@ def place_on_device(weights: Weights) -> None:
             setattr(weights.owner(part), part.name, address)
 
 
-def place(weights: Weights, checkpoint: Checkpoint, placement: Placement) -> Future[bool] | None:
+def place(
+    weights: Weights, checkpoint: Checkpoint, placement: Placement, left: Path | None = None
+) -> Future[bool] | None:
     """Give the tables their place. In host memory they are filled and registered in a thread, while other weights are
-    loaded: wait for the result. On the device they are loaded like other parts.
+    loaded: wait for the result. On the device they are loaded like other parts. `left`: memory of an engine before.
     """
     if placement != "host":
         place_on_device(weights)
         return None
-    tables = HostTables(weights.device, weights.spec)
+    tables = HostTables(weights.device, weights.spec, _opened(left))
     tables.place(weights)
 
     def fill_and_register() -> bool:
@@ -152,6 +154,11 @@ class HostTables:
         for part, at in self._places():
             setattr(weights.owner(part), part.name, self.address + at)
 
+    @property
+    def path(self) -> Path:
+        """Where another process of this user can open the memory, as long as this one lives or keeps it."""
+        return Path(f"/proc/{os.getpid()}/fd/{self.fd}")
+
     def close(self) -> None:
         """Unregister; the memory goes with its last descriptor and mapping."""
         for address in self._registered:
@@ -176,6 +183,12 @@ class HostTables:
                 self._view[low:high] = raw[low - at : high - at]
 
 
+def _opened(left: Path | None) -> int | None:
+    with contextlib.suppress(OSError):  # whoever kept it is gone
+        return os.open(left, os.O_RDWR | os.O_CLOEXEC) if left is not None else None
+    return None
+
+
 def _whole(nbytes: int) -> int:
     """Up to a multiple of a small page."""
     return -(-nbytes // HEADER) * HEADER
@@ -183,9 +196,9 @@ def _whole(nbytes: int) -> int:
 
 def _map(nbytes: int, fd: int | None) -> tuple[int, mmap.mmap, bool]:
     """(descriptor, mapping, whether on huge pages) of given or new memory."""
-    if fd is not None:
-        if os.fstat(fd).st_size != nbytes:
-            raise DeviceError(f"kept Engram memory has {os.fstat(fd).st_size} bytes, expected {nbytes}; restart dsuf.")
+    if fd is not None and os.fstat(fd).st_size != nbytes:
+        os.close(fd)  # of another checkpoint
+    elif fd is not None:
         return fd, mmap.mmap(fd, nbytes), os.fstat(fd).st_blksize == HUGE_PAGE
     for flags in (os.MFD_HUGETLB, 0):
         new = os.memfd_create("dsuf-engram", os.MFD_CLOEXEC | flags)

@@ -79,7 +79,7 @@ class Machine:
         ledger = ledger_of(options, spec, device)
         phases("weights")
         weights = Weights.allocate(device, spec, classes, positions=ledger.max_context + LOOKAHEAD)
-        tables = place(weights, checkpoint, ledger.engram)
+        tables = place(weights, checkpoint, ledger.engram, options.engram_memory)
         load(weights, checkpoint, lambda done, total: progress("weights", done / total))
         if tables is not None:
             phases("rest of Engram tables")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,9 +11,9 @@ import pytest
 from dsuf.engine.gpu import engram_tables
 from dsuf.engine.gpu.engram_tables import HostTables
 from dsuf.engine.gpu.weights import Weights
-from dsuf.errors import DeviceError
 from dsuf.kernels.catalogue import CONFIGS
 from dsuf.model.checkpoint import Checkpoint
+from dsuf.model.fingerprint import fingerprint
 from dsuf.model.synthetic import load_config, write_checkpoint
 from dsuf.spec import Spec
 from tests.support.simt_device import SimtDevice
@@ -86,9 +87,21 @@ class TestHostTables:
         assert np.array_equal(device.download(weights.layers[4].engram_table, raw.nbytes), raw.reshape(-1))
         assert "weights, engram tables" not in device.held()
 
-    def test_memory_of_another_size_is_refused(self, tiny):
+    def test_the_next_engine_finds_what_the_one_before_left(self, tiny):
+        before = HostTables(SimtDevice(), tiny.spec)
+        before.load(tiny, fingerprint(tiny))
+        weights = Weights.allocate(SimtDevice(), tiny.spec, tiny.class_map(), positions=1024)
+        done = engram_tables.place(weights, tiny, "host", before.path)
+        assert done.result(10) is True
+        raw = tiny.raw("layers.1.engram.embed.weight")
+        assert np.array_equal(weights.device.download(weights.layers[1].engram_table, raw.nbytes), raw.reshape(-1))
+
+    @pytest.mark.parametrize("left", ["of another size", "gone"])
+    def test_memory_that_cannot_be_used_is_made_anew(self, tiny, left):
         fd = os.memfd_create("wrong")
         os.ftruncate(fd, 4096)
-        with pytest.raises(DeviceError, match="kept Engram memory has 4096 bytes"):
-            HostTables(SimtDevice(), tiny.spec, fd)
-        os.close(fd)
+        path = Path(f"/proc/{os.getpid()}/fd/{fd}")
+        if left == "gone":
+            os.close(fd)
+        weights = Weights.allocate(SimtDevice(), tiny.spec, tiny.class_map(), positions=1024)
+        assert engram_tables.place(weights, tiny, "host", path).result(10) is False
