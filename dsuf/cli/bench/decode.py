@@ -78,6 +78,9 @@ def decode(
         "decode", bench.label, backend=session.engine.limits.backend, model=session.model(), params=params,
         samples=samples, ceilings=ceilings, floor=floor,
     )  # fmt: skip
+    if session.engine.limits.backend == "gpu":
+        device = session.engine.backend.machine.device
+        result = msgspec.structs.replace(result, gpu={"name": device.name, "chip": device.chip})
     write_result(result, bench.output, bench.ci_json)
     print_table(result)
     spec = session.checkpoint.spec

@@ -9,6 +9,7 @@ import msgspec
 
 from dsuf.cli.bench.ceilings import cpu_ceilings
 from dsuf.cli.bench.floor import StepShape, step_floor, weight_costs
+from dsuf.cli.bench.gpu_decode import ceilings_of
 from dsuf.cli.live import progress
 from dsuf.cli.recipe import load_recipe
 from dsuf.cli.run import ids_request, read_ids, text_prompt
@@ -98,6 +99,9 @@ def run_batch(engine: Engine, request: Request, batch: int) -> list[Finished]:
 def decode_floor(session: Session, shape: StepShape) -> tuple[dict[str, float], dict[str, float]]:
     """(ceilings, floor) of a mean step; the ceilings are measured here and now."""
     checkpoint = session.checkpoint
+    if session.engine.limits.backend == "gpu":
+        ceilings = ceilings_of(session.engine.backend.machine.device)
+        return ceilings, step_floor(checkpoint, shape, ceilings)
     costs = weight_costs(checkpoint)
     read_bytes = sum(layer.nbytes for layer in costs.layers) + costs.head.nbytes
     ceilings = cpu_ceilings(int(read_bytes), NUMERICS[session.engine.options.numerics].dtype.name)

@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     import numpy as np
 
     from dsuf.engine.gpu.backend import GpuBackend
+    from dsuf.engine.gpu.device import Device
     from dsuf.engine.gpu.measure import StepRun
     from dsuf.engine.options import EngineOptions
 
-CEILING_BYTES = 1 << 30  # of each layer's experts, read one after the other
+CEILING_BYTES, CEILING_BLOCKS, SM_COUNT = 4 << 30, (4, 8, 16), 132  # blocks an SM
 DENSE_BF16_GFLOPS = 989e3  # peak of the unit; decode steps are held against bytes
 EVEN = 0.10  # how far counted distinct experts may be from those of even choices
 BUDGET = 1 << 20
@@ -102,7 +103,7 @@ def measure(config: dict[str, Any], engine: EngineOptions, plan: StepPlan, repea
                 shapes.append(shape)
         if recorded is not None:
             _check_text(run, recorded)
-        ceilings = {"read_gb_per_s": read_ceiling(backend), "bf16_gflops": DENSE_BF16_GFLOPS}
+        ceilings = ceilings_of(device)
         floor = step_floor(Described(spec, config), _mean(shapes), ceilings)
         for sample in samples:
             sample["time_over_floor"] = sample["step_ms"] * 1e3 / floor["us"]
@@ -158,21 +159,27 @@ def _mean(shapes: list[StepShape]) -> StepShape:
     )
 
 
-def read_ceiling(backend: GpuBackend) -> float:
-    """GB/s of a kernel that only reads, over weights that do not fit the L2."""
+def ceilings_of(device: Device) -> dict[str, float]:
+    """What a step is held against."""
+    return {"read_gb_per_s": read_ceiling(device), "bf16_gflops": DENSE_BF16_GFLOPS}
+
+
+def read_ceiling(device: Device) -> float:
+    """GB/s of a kernel that only reads, the best of a few grids, over 4 GiB that do not fit the L2."""
     from dsuf.kernels.ceiling import PIECE
 
-    device, layers = backend.machine.device, backend.machine.model.weights.layers
-    part = min(p.nbytes for p in backend.machine.model.weights.parts if p.name == "experts_w13")
-    pieces = min(CEILING_BYTES, part) // PIECE
-    out, best = device.allocate(4096, "workspace"), float("inf")
-    for _ in range(3):
-        first = device.record(timing=True)
-        for layer in layers[:10]:
-            device.launch("ceiling.read", layer.experts_w13, pieces, out, dependent=False)
-        last = device.record(timing=True)
-        last.wait()
-        best = min(best, last.since(first) / 10)
+    pieces = CEILING_BYTES // PIECE
+    source, out, best = device.allocate(pieces * PIECE, "bench"), device.allocate(4096, "bench"), float("inf")
+    device.zero(source, pieces * PIECE)
+    for blocks in CEILING_BLOCKS:
+        for _ in range(3):
+            first = device.record(timing=True)
+            for _ in range(2):
+                grid = (SM_COUNT * blocks, 1)
+                device.launch("ceiling.read", source, pieces, out, grid=grid, dependent=False)
+            last = device.record(timing=True)
+            last.wait()
+            best = min(best, last.since(first) / 2)
     return pieces * PIECE / best / 1e9
 
 
