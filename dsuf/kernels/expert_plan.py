@@ -78,11 +78,11 @@ def make_groups(
         if counter != 0 and hit > 0:
             atom_add(counter, hit)
     sync_threads()
-    for w in range(tid >> 5):
+    for w in range(min(tid >> 5, (experts + 31) >> 5)):
         sum_ = int32(sum_ + int32(lds_u32(uint32(scratch + 12 * experts + 4 * w))))
     if tid < experts:
         sts_u32(uint32(scratch + 8 * experts + 4 * tid), uint32(sum_ - own))
-    if tid == threads - 1:
+    if tid == experts - 1:
         stg_u32(out, uint32(sum_))
     sync_threads()
     if mine >= 0:

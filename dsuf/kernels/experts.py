@@ -118,7 +118,7 @@ def make_gate_up(*, d: int, i: int, chip: str, warps: int, team: int, stages: in
     SHAPE = Shape.of(d, GATE_UP_CHUNK, i // 32, 2 * GATE_UP_TILES, 1, i // ROWS, team)
     AT_PLAN = warps * stages * SHAPE.stage
     AT_BAR = AT_PLAN + plan_bytes(pairs)
-    AT_SUM = AT_BAR + warps * stages * 8
+    AT_SUM = AT_BAR + -(-warps * stages * 8 // 16) * 16
     THREADS, TEAMS_HERE, ITEMS = warps * 32, warps // team, SHAPE.items
     expand, BIAS = (fp4x8_f16_cvt, 2.0**-SHIFT) if chip in BLACKWELL else (fp4x8_f16_bits, FP4_BIAS * 2.0**-SHIFT)
     SHARED_BYTES = AT_SUM + warps * SHAPE.tiles * 512
@@ -217,7 +217,7 @@ def make_down(*, d: int, i: int, chip: str, warps: int, team: int, stages: int, 
     SHAPE = Shape.of(i, DOWN_CHUNK, d // 32, 2, 2, 0, team)
     AT_PLAN = warps * stages * SHAPE.stage
     AT_BAR = AT_PLAN + plan_bytes(pairs)
-    AT_SUM = AT_BAR + warps * stages * 8
+    AT_SUM = AT_BAR + -(-warps * stages * 8 // 16) * 16
     THREADS, TEAMS_HERE, ITEMS = warps * 32, warps // team, SHAPE.items
     expand, BIAS = (fp4x8_f16_cvt, 2.0**-SHIFT) if chip in BLACKWELL else (fp4x8_f16_bits, FP4_BIAS * 2.0**-SHIFT)
     SHARED_BYTES = AT_SUM + (warps * SHAPE.tiles * 512 if team > 1 else 0)

@@ -148,11 +148,21 @@ def make(*, most_experts: int, most_chosen: int, rows: int) -> Kernel:
         warp = int32(tid >> 5)
         sm = shared_base()
         sort = uint32(sm + AT_SORT + warp * (8 * most_chosen))
+        # the row table is older than the scores: a warp's first row knows its bias before the wait
+        at_row = int64(min(warp, live - 1)) * 4
+        active = int32(ldg_u32(sequence + at_row)) >= 0
+        table = bias + int64(ldg_u32(image + at_row)) * (4 * experts)
+        held = regs(FEW)
+        for i in unroll(FEW):
+            held[i] = ldw_f32(table + int64(min(i * 32 + lane, experts - 1)) * 4)
         wait_for_previous_kernel()
         let_next_kernel_start()
         for row in range(warp, live, WARPS):
-            active = int32(ldg_u32(sequence + int64(row) * 4)) >= 0
-            table = bias + int64(ldg_u32(image + int64(row) * 4)) * (4 * experts)
+            if row >= WARPS:
+                active = int32(ldg_u32(sequence + int64(row) * 4)) >= 0
+                table = bias + int64(ldg_u32(image + int64(row) * 4)) * (4 * experts)
+                for i in unroll(FEW):
+                    held[i] = ldw_f32(table + int64(min(i * 32 + lane, experts - 1)) * 4)
             # the parts of four scores are asked for before the first is used: no branch may stand between the loads
             s = regs(PER_LANE, 0.0)
             key = regs(PER_LANE, LOWEST)
@@ -160,7 +170,9 @@ def make(*, most_experts: int, most_chosen: int, rows: int) -> Kernel:
                 if piece == 0 or experts > piece * FEW * 32:
                     for i in unroll(FEW * piece, FEW * piece + FEW):
                         at = parts + (int64(row) * experts + min(i * 32 + lane, experts - 1)) * 4
-                        key[i] = ldw_f32(table + int64(min(i * 32 + lane, experts - 1)) * 4)
+                        key[i] = held[i % FEW]
+                        if piece > 0:
+                            key[i] = ldw_f32(table + int64(min(i * 32 + lane, experts - 1)) * 4)
                         v = regs(MOST_PARTS)
                         for p in unroll(MOST_PARTS):
                             v[p] = ldg_f32(at + int64(min(p, count - 1)) * (live * experts * 4))
@@ -177,11 +189,13 @@ def make(*, most_experts: int, most_chosen: int, rows: int) -> Kernel:
                 best = LOWEST
                 best_s = 0.0
                 at = int32(0x7FFFFFFF)
-                for i in unroll(PER_LANE):
-                    better = key[i] > best
-                    best = key[i] if better else best
-                    best_s = s[i] if better else best_s
-                    at = int32(i * 32 + lane if better else at)
+                for piece in unroll(PER_LANE // FEW):
+                    if piece == 0 or experts > piece * FEW * 32:
+                        for i in unroll(FEW * piece, FEW * piece + FEW):
+                            better = key[i] > best
+                            best = key[i] if better else best
+                            best_s = s[i] if better else best_s
+                            at = int32(i * 32 + lane if better else at)
                 top = warp_max_u32(ordered(best))
                 winner = int32(warp_min_u32(uint32(at if ordered(best) == top else 0x7FFFFFFF)))
                 winner_s = shuffle_f32(best_s, uint32(winner & 31))

@@ -13,6 +13,7 @@ import numpy as np
 
 from dsuf import formats
 from dsuf.cli.bench.kernel_bench import BF16_ERROR, Bench, Case, relative_error
+from dsuf.cli.bench.kernel_cases_attention import attention, selection
 from dsuf.kernels import engram, expert_plan, experts, pack, project, route
 from dsuf.kernels.catalogue import tile_of
 from dsuf.kernels.stream import scale_stride
@@ -30,12 +31,13 @@ ROUTINGS = 8  # choices of experts that launches take turns with
 
 
 def families(spec_names: tuple[str, ...]) -> dict[str, Family]:
-    """Every family of this file by name; `spec_names` are those of project.projections."""
+    """Every family by name; `spec_names` are those of project.projections."""
     found: dict[str, Family] = {name: partial(projection, name) for name in spec_names}
     return found | {
         "experts_gate_up": partial(routed, "gate_up"), "experts_down": partial(routed, "down"),
         "experts": partial(routed, "whole"), "router": router, "embed": embed, "engram_gather": gather,
-        "engram_gate": gate,
+        "engram_gate": gate, "attention_640": attention, "index_scores_16k": partial(selection, "scores"),
+        "select_512_of_16k": partial(selection, "select"), "index_and_select_16k": partial(selection, "both"),
     }  # fmt: skip
 
 

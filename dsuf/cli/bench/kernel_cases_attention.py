@@ -1,0 +1,152 @@
+"""What `dsuf bench kernels` measures of attention: over 640 keys, index scores, and the selection of entries.
+
+Contexts are random valid pages of one source with two tokens an entry, at as many places as make them cold.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from dsuf import formats
+from dsuf.cli.bench.kernel_bench import COLD, Bench, Case, relative_error
+from dsuf.kernels import attend, rope
+from dsuf.kernels.latents import window_row_bytes
+from dsuf.layout import PAGE_TOKENS, PageLayout
+from dsuf.ops import qdq
+from dsuf.ops.attend import attend as attend_op
+from dsuf.ops.index import index_scores as scores_op
+from dsuf.ops.index import largest
+from dsuf.ops.numerics import NUMERICS
+
+LABEL = "v41"
+CONTEXT = 32768  # tokens: 16 K entries
+RING_SPARE = 64
+BLOCK_SHIFT = 3
+PATTERN_PAGES = 64
+
+
+class _Context:
+    """Pages of one sequence in random order, repeating a few; a step's rows at its end."""
+
+    def __init__(self, bench: Bench, rows: int) -> None:
+        spec, rng, tokens = bench.spec, bench.rng, CONTEXT
+        self.layout = PageLayout.of(spec)
+        self.source = next(one for one in self.layout.sources if one.ratio == 2)
+        self.count = tokens // PAGE_TOKENS
+        pages = rng.integers(0, 256, (PATTERN_PAGES, self.layout.page_bytes), dtype=np.uint8)
+        for plane, low, high in ((self.source.scales, 40, 64), (self.source.key_scales, 118, 122)):
+            size = (PATTERN_PAGES, plane.rows * plane.width)
+            pages[:, plane.offset : plane.end] = rng.integers(low, high, size, dtype=np.uint8)
+        self.pages = pages
+        copies = max(2, COLD // (self.count * self.layout.page_bytes) + 1)
+        self.pools = [bench.repeated(pages, self.count * self.layout.page_bytes) for _ in range(copies)]
+        self.order = rng.permutation(self.count).astype(np.uint32)
+        self.table, self.sequence = bench.put(self.order), bench.put(np.zeros(rows, np.int32))
+        self.position = np.arange(tokens - rows, tokens, dtype=np.int32)
+        self.at_position = bench.put(self.position)
+
+    def plane(self, name: str, entries: np.ndarray) -> np.ndarray:
+        """Rows of a plane of the source, uint8 [entries, width]."""
+        plane = getattr(self.source, name)
+        page = self.order[entries // self.source.rows] % PATTERN_PAGES
+        at = plane.offset + (entries % self.source.rows)[:, None] * plane.width + np.arange(plane.width)
+        return self.pages[page[:, None], at]
+
+
+def attention(bench: Bench, rows: int) -> Case:
+    """A window and selected entries: 640 keys, 64 heads, one launch."""
+    spec, rng, context = bench.spec, bench.rng, _Context(bench, rows)
+    h, d, window, topk = spec.num_attention_heads, spec.head_dim, spec.sliding_window, spec.index_topk
+    ring = window + RING_SPARE
+    codes, scales = qdq.q8_encode(rng.standard_normal((ring, d)))
+    kept = np.zeros((ring, window_row_bytes(d)), np.uint8)
+    kept[:, :d], kept[:, d : d + d // 32] = codes, scales
+    q = formats.float32_to_bf16(rng.standard_normal((rows, h, d)).astype(np.float32))
+    visible = int(context.position[0] + 1) // 2
+    picked = np.stack([np.sort(rng.permutation(visible)[:topk]) for _ in range(rows)]).astype(np.int32)
+    sink = rng.standard_normal(h).astype(np.float32)
+    w = spec.compress_rope_theta ** (-np.arange(0, spec.qk_rope_head_dim, 2) / spec.qk_rope_head_dim)
+    out = bench.poisoned(rows * h * d * 2)
+    first = context.position - window + 1
+    before = [bench.put(q), bench.put(kept), kept.nbytes, ring, context.sequence, context.at_position,
+              bench.put(first), context.at_position, bench.put(picked), topk, bench.put(np.full(rows, topk, np.int32)),
+              context.table, context.count]  # fmt: skip
+    after = [context.layout.page_bytes, 1, bench.put(rope.tables(w, CONTEXT)), bench.put(sink), out]
+
+    def go(pool: int) -> None:
+        planes = [pool + context.source.codes.offset, pool + context.source.scales.offset]
+        bench.device.launch(f"attend/{LABEL}", *before, *planes, *after, grid=(attend.blocks(h) * rows, 1))
+
+    def error() -> float:
+        got = formats.bf16_to_float32(bench.get(out, (rows, h, d), np.uint16)).astype(np.float64)
+        places = np.arange(first[0], context.position[0] + 1) % ring
+        keys = [qdq.q8_decode(codes[places], scales[places]),
+                qdq.q4e_decode(context.plane("codes", picked[0]), context.plane("scales", picked[0]))]  # fmt: skip
+        at = context.position[:1]
+        turned = _turned(formats.bf16_to_float32(q[:1]).astype(np.float64), at, w, 1)
+        keys = np.concatenate(keys).astype(np.float64)[None]
+        o = attend_op(turned, keys, np.zeros(keys.shape[:2]), sink.astype(np.float64), NUMERICS["qdq64"])
+        want = _turned(formats.round_bf16(o).astype(np.float64), at, w, -1)
+        return relative_error(got[:1], want) if np.isfinite(got).all() else float("nan")
+
+    nbytes = rows * (window * window_row_bytes(d) + topk * (d // 2 + d // 16) + 4 * h * d)
+    operations = 4 * rows * h * d * (window + topk)
+    return Case(
+        "attention_640", rows, [partial(go, pool) for pool in context.pools], error, 2.0**-6, nbytes, operations
+    )
+
+
+def _turned(x: np.ndarray, position: np.ndarray, w: np.ndarray, sign: int) -> np.ndarray:
+    """x [rows, H, d] with its tail rotated, rounded to bf16."""
+    out, n = x.copy(), x.shape[-1] - 2 * len(w)
+    angle = np.exp(sign * 1j * np.multiply.outer(position.astype(float), w))[:, None]
+    pairs = (out[..., n::2] + 1j * out[..., n + 1 :: 2]) * angle
+    out[..., n::2], out[..., n + 1 :: 2] = pairs.real, pairs.imag
+    return formats.round_bf16(out).astype(np.float64)
+
+
+def selection(part: str, bench: Bench, rows: int) -> Case:
+    """Index scores of 16 K entries, the choice of 512 of them, or both."""
+    spec, rng, context = bench.spec, bench.rng, _Context(bench, rows)
+    heads, di, k, entries = spec.index_n_heads, spec.index_head_dim, spec.index_topk, CONTEXT // 2
+    q = qdq.q4p(rng.standard_normal((rows, heads, di)))
+    weights = rng.standard_normal((rows, heads)).astype(np.float32)
+    at_q, at_weights = bench.put(formats.float32_to_bf16(q.astype(np.float32))), bench.put(weights)
+    outs = [bench.poisoned(rows * size * 4) for size in (entries, entries >> BLOCK_SHIFT, entries // 32)]
+    chosen, number = bench.poisoned(rows * k * 4), bench.poisoned(rows * 4)
+
+    def score(pool: int) -> None:
+        keys = [pool + context.source.key_codes.offset, pool + context.source.key_scales.offset]
+        bench.device.launch(
+            f"index.scores/{LABEL}", at_q, at_weights, context.table, context.count, *keys, context.layout.page_bytes,
+            context.sequence, context.at_position, 1, 0, 0, 0, BLOCK_SHIFT, *outs, entries, rows, grid=(132, 1),
+        )  # fmt: skip
+
+    def choose(_pool: int) -> None:
+        bench.device.launch("select", *outs, entries, context.sequence, context.at_position, 1, BLOCK_SHIFT, 0, 0, 0,
+                            chosen, number, k, 0, 0, 0, grid=(rows, 1))  # fmt: skip
+
+    def both(pool: int) -> None:
+        score(pool)
+        choose(pool)
+
+    def error() -> float:
+        both(context.pools[0])
+        seen = int(context.position[0] + 1) // 2
+        got = bench.get(outs[0], (rows, entries), np.float32)[0, :seen].astype(np.float64)
+        at = np.arange(seen)
+        keys = qdq.q4p_decode(context.plane("key_codes", at), context.plane("key_scales", at)).astype(np.float64)
+        want = scores_op(q[:1], weights[:1].astype(np.float64) * (di * heads) ** -0.5, keys)[0, :seen]
+        picked = bench.get(chosen, (rows, k), np.int32)[0]
+        right = np.array_equal(picked, largest(got[None].astype(np.float32), k)[0])
+        return relative_error(got, want) if right else float("nan")
+
+    score(context.pools[0])  # so that a choice alone has something to choose from
+    run = {"scores": score, "select": choose, "both": both}[part]
+    nbytes = {"scores": entries * (di // 2 + di // 32), "select": rows * entries * 4}
+    nbytes["both"] = nbytes["scores"]
+    operations = 0 if part == "select" else 2 * rows * heads * di * entries
+    name = {"scores": "index_scores_16k", "select": "select_512_of_16k", "both": "index_and_select_16k"}[part]
+    return Case(name, rows, [partial(run, pool) for pool in context.pools], error, 1e-3, nbytes[part], operations)
