@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import re
+import resource
 import subprocess
 import time
 from pathlib import Path
@@ -20,7 +21,7 @@ from dsuf.kernels.ptx.op import ALL_CHIPS, BLACKWELL
 
 pytestmark = pytest.mark.system
 
-FEWEST_SECONDS = 11 * 60  # of CI on two cores, for three chips
+MOST_PROCESSOR_SECONDS = 2 * 11 * 60  # 11 minutes of CI on two cores, for three chips
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)", re.MULTILINE)
 DENSE = ("dense.fp8", "dense.bf16", "grouped.gate_up", "grouped.down")  # products of many rows
 CHUNKS = ("chunk.attend", "chunk.scores")
@@ -30,11 +31,17 @@ BULK = ("project.", "experts.")  # weights that arrive by asynchronous copies
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[tuple[str, str], Built], list, Path, float]:
-    """Every (entry, chip), the rows of the table, the cache, and the seconds it took from nothing."""
+    """Every (entry, chip), the rows of the table, the cache, and the processor seconds it took from nothing."""
     cache, rows = tmp_path_factory.mktemp("cubins"), []
-    begin = time.perf_counter()
+    before = processor_seconds()
     found = build_all.build_catalogue(build_all.selected(ALL_CHIPS), cache, cpu_cores(), rows.append)
-    return found, rows, cache, time.perf_counter() - begin
+    return found, rows, cache, processor_seconds() - before
+
+
+def processor_seconds() -> float:
+    """Of the processes that this one started and that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def instructions(one: Built, folder: Path) -> collections.Counter[str]:
@@ -51,11 +58,11 @@ def instructions(one: Built, folder: Path) -> collections.Counter[str]:
 
 def test_every_entry_compiles_for_its_chips_without_spills_or_stack(built):
     found, rows, _, seconds = built
-    print(f"{len(rows)} kernels in {seconds:.0f} s")
+    print(f"{len(rows)} kernels in {seconds:.0f} processor seconds")
     assert not [(row.name, row.chip, row.problem) for row in rows if row.problem]
     assert found.keys() == set(build_all.selected(ALL_CHIPS))
     assert all(0 < row.registers <= 255 and row.spills == 0 and row.shared <= 227 * 1024 for row in rows)
-    assert seconds < FEWEST_SECONDS
+    assert seconds < MOST_PROCESSOR_SECONDS
 
 
 def test_the_second_run_is_instant(built):
