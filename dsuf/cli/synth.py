@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -20,7 +20,8 @@ def synth(
 ) -> None:
     """Write a checkpoint with random weights.
 
-    It has no tokenizer: it takes token ids. The folder appears whole or, when interrupted, not at all.
+    With the released vocabulary it has V4.1's tokenizer, else none: then it takes token ids. A GPU that loads a sparse
+    one makes the weights itself. The folder appears whole or, when interrupted, not at all.
     """
     from dsuf.cli.live import progress
     from dsuf.model.checkpoint import Checkpoint
@@ -28,7 +29,24 @@ def synth(
 
     parsed = load_config(config)
     with progress(f"writing {out}", unit="B") as show:
-        write_checkpoint(parsed, out, seed=seed, sparse=sparse, progress=show)
+        write_checkpoint(parsed, out, seed=seed, sparse=sparse, progress=show, **_text_files(parsed))
     with Checkpoint.open(out) as checkpoint:
         tensors, gigabytes = len(checkpoint.names()), checkpoint.total_bytes / 1e9
     print(f"{out}: {tensors:,} tensors, {gigabytes:.3f} GB{' of holes' if sparse else ''}")
+
+
+def _text_files(config: dict[str, Any]) -> dict[str, Any]:
+    """Tokenizer and Engram classes for a checkpoint with the released vocabulary."""
+    from dsuf.model.checkpoint import TOKENIZER
+    from dsuf.model.synthetic import load_config
+    from dsuf.spec import Spec
+    from dsuf.text.tokenizer import class_map, read_tokenizer, v41_tokenizer_json
+
+    spec = Spec.from_config(config)
+    if spec.vocab_size != Spec.from_config(load_config("v41-flash")).vocab_size:
+        return {}
+    tokenizer = v41_tokenizer_json()
+    return {
+        "class_map": class_map(read_tokenizer(tokenizer.decode(), spec), spec),
+        "extra_files": {TOKENIZER: tokenizer},
+    }

@@ -22,6 +22,7 @@ from dsuf.spec import Spec
 STORAGE = {"BF16": np.uint16, "F32": np.float32, "F8_E4M3": np.uint8, "F8_E8M0": np.uint8, "I8": np.uint8}
 CLASS_MAP = "engram_token_map.json"
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
+HOLES = "sparse.json"  # beside shards that are holes: {"seed": what weights would be made from}
 
 
 class Checkpoint:
@@ -104,6 +105,16 @@ class Checkpoint:
         """tokenizer.json of the folder, None where there is none."""
         path = self.folder / TOKENIZER
         return path if path.is_file() else None
+
+    @property
+    def holes_seed(self) -> int | None:
+        """Seed of the weights that a sparse checkpoint stands for but does not hold; None where they are there."""
+        try:
+            marker = read_json(self.folder / HOLES)
+        except Damaged:
+            return None
+        seed = marker.get("seed") if isinstance(marker, dict) else None
+        return seed if isinstance(seed, int) else None
 
     def close(self) -> None:
         """Let go of the files; a map ends when the last array over it does."""

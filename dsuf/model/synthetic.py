@@ -29,7 +29,7 @@ import numpy as np
 
 from dsuf.errors import ConfigError, EnvironmentProblem, UsageError
 from dsuf.formats import float32_to_bf16, quantise_fp4_rows, quantise_fp8_blocks, quantise_fp8_rows
-from dsuf.model.checkpoint import CLASS_MAP, CONFIG
+from dsuf.model.checkpoint import CLASS_MAP, CONFIG, HOLES
 from dsuf.model.inventory import Parameter, inventory, parameters
 from dsuf.model.shards import INDEX, Damaged, read_json
 from dsuf.spec import BLOCK, Spec
@@ -94,7 +94,8 @@ def write_checkpoint(
     """Write `config` and weights for it to the folder `out`, which must be absent or empty.
 
     seed         0 gives the bytes of the reference's make_tiny.py
-    sparse       headers and index as usual, holes for data (all weights zero, no disk used)
+    sparse       headers and index as usual, holes for data (no disk used): a GPU makes weights of the same kind from
+                 the seed when it loads the checkpoint, a CPU sees zeros
     progress     called with (bytes done, bytes in all)
     class_map    Engram class of every token id; default id mod engram_compressed_vocab_size
     extra_files  further files of the folder by name, for example tokenizer.json
@@ -128,6 +129,8 @@ def write_checkpoint(
         (folder / CONFIG).write_text(json.dumps(config, indent=1))
         (folder / INDEX).write_text(json.dumps(index))
         (folder / CLASS_MAP).write_text(json.dumps(classes))
+        if sparse:
+            (folder / HOLES).write_text(json.dumps({"seed": seed}))
         for name, content in (extra_files or {}).items():
             (folder / name).write_bytes(content)
 

@@ -13,6 +13,7 @@ import pytest
 from dsuf.cli.app import run_command
 from dsuf.model.checkpoint import Checkpoint
 from dsuf.model.synthetic import load_config
+from dsuf.text.prompt import ChatText
 from tests.model.micro import micro_config
 
 DSUF = [sys.executable, "-c", "from dsuf.cli.app import main; main()"]
@@ -23,6 +24,7 @@ def test_writes_a_checkpoint_of_a_built_in_config(tmp_path, capsys):
     assert capsys.readouterr().out == f"{tmp_path / 'out'}: 1,797 tensors, 0.007 GB\n"
     with Checkpoint.open(tmp_path / "out") as checkpoint:
         assert checkpoint.config == load_config("tiny")
+        assert checkpoint.holes_seed is None and checkpoint.tokenizer_path is None
 
 
 def test_takes_a_path_and_a_seed(tmp_path):
@@ -36,7 +38,11 @@ def test_takes_a_path_and_a_seed(tmp_path):
 def test_sparse_writes_headers_over_holes(tmp_path, capsys):
     assert run_command(["synth", "h200x1", str(tmp_path / "out"), "--sparse"]) == 0
     assert "32,651 tensors, 110.548 GB of holes" in capsys.readouterr().out
-    assert sum(path.stat().st_blocks * 512 for path in (tmp_path / "out").iterdir()) < 20e6
+    assert sum(path.stat().st_blocks * 512 for path in (tmp_path / "out").iterdir()) < 30e6
+    with Checkpoint.open(tmp_path / "out") as checkpoint:
+        assert checkpoint.holes_seed == 0
+        ChatText.open(checkpoint.tokenizer_path, checkpoint.spec, context_limit=4096)
+        assert checkpoint.class_map().max() == checkpoint.spec.engram_compressed_vocab_size - 1
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,10 @@ class Machine:
         phases("weights")
         weights = Weights.allocate(device, spec, classes, positions=ledger.max_context + LOOKAHEAD)
         tables = place(weights, checkpoint, ledger.engram, options.engram_memory)
-        load(weights, checkpoint, lambda done, total: progress("weights", done / total))
+        if checkpoint.holes_seed is not None:
+            fill(weights, checkpoint.config, checkpoint.holes_seed)
+        else:
+            load(weights, checkpoint, lambda done, total: progress("weights", done / total))
         if tables is not None:
             phases("rest of Engram tables")
             tables.result()
