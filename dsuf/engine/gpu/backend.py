@@ -9,17 +9,18 @@ The prompt's last token is the first row of the decode path: prefill runs the on
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dsuf.engine.backend import Emitted, Limits, Progress, StepCounts
 from dsuf.engine.gpu.copies import Copies
+from dsuf.engine.gpu.held import Held, Pass, admission
 from dsuf.engine.gpu.machine import Machine
 from dsuf.engine.gpu.prefilling import Prefilling
 from dsuf.engine.gpu.step_graph import Bucket, Entry, bucket_of, splits
@@ -29,11 +30,11 @@ from dsuf.engine.sequence import Sequence, StepRecord
 from dsuf.engine.tier import Buffer
 from dsuf.errors import DeviceError, UsageError
 from dsuf.kernels import slots as words
-from dsuf.kernels.slots import Record, slot_record, top_logprobs
+from dsuf.kernels.slots import Record, top_logprobs
 from dsuf.layout import SnapshotLayout, resume_step
 
 if TYPE_CHECKING:
-    from dsuf.engine.gpu.device import Device, Event
+    from dsuf.engine.gpu.device import Device
     from dsuf.model.checkpoint import Checkpoint
 
 ClassMap = Callable[["Checkpoint"], np.ndarray | None]
@@ -41,30 +42,6 @@ AHEAD = 2  # steps that may be queued and not yet collected
 REASONS: dict[int, FinishReason] = {words.STOP: "stop", words.LENGTH: "length"}
 PAUSE_S = 20e-6  # between looks at the ring
 LOOK_S = 2e-3  # between looks at the device, whether it still lives
-
-
-@dataclass
-class Held:
-    """A sequence on the device."""
-
-    sequence: Sequence
-    slot: int
-    generation: int
-    decoder_start: int = 0  # first position whose decoder rows are real
-    oldest: int = 0  # where it was restored
-    tail_from: int | None = None  # truncated prefill: the decoder has seen nothing from here on
-    decodes: bool = False  # its slot is admitted
-
-
-@dataclass(frozen=True)
-class _Pass:
-    """A queued step."""
-
-    number: int
-    held: tuple[Held, ...]
-    rows: tuple[int, ...]  # first row of each
-    event: Event
-    first: bool  # it gives a prompt's first token: no decode step
 
 
 class GpuBackend:
@@ -84,7 +61,7 @@ class GpuBackend:
         self._options, self._class_map, self._device, self._clock = options, class_map, device, clock
         self._graphs, self._synthetic = graphs, synthetic
         self._held: dict[str, Held] = {}
-        self._queued: deque[_Pass] = deque()
+        self._queued: deque[Pass] = deque()
         self._emitted: list[Emitted] = []
         self._generation = 0
         self._steps = 0
@@ -125,14 +102,19 @@ class GpuBackend:
 
     def prefill(self, sequence: Sequence, rows: int, budget_s: float) -> bool:
         held = self._held.get(sequence.id) or self._open(sequence)
-        deadline = self._clock() + budget_s
+        now = self._clock()
+        deadline = now + budget_s
         while rows > 0:
-            rows -= self._prefilling.run(held, rows)
+            waited_for = any(other.decodes for other in self._held.values())
+            got = self._prefilling.run(held, rows, deadline - now if waited_for else math.inf)
+            rows -= got
             if sequence.prefilled == sequence.prompt_len:
                 self._first_token(held)
                 return True
             self._device.record().wait()
-            if self._clock() >= deadline:
+            begun, now = now, self._clock()
+            self._prefilling.took(got, now - begun)
+            if now >= deadline:
                 break
         return False
 
@@ -155,17 +137,7 @@ class GpuBackend:
 
     def _admit(self, held: Held) -> None:
         """The slot's record: the last token, run by nobody yet, and everything that decides about the next ones."""
-        sequence = held.sequence
-        request, sampling = sequence.request, sequence.request.sampling
-        record = slot_record(
-            token=sequence.last_token, position=sequence.last_position, emitted=len(sequence.emitted),
-            budget=sequence.budget, eos=request.eos_ids, ignore_eos=request.ignore_eos,
-            min_tokens=request.min_tokens, temperature=sampling.temperature, top_p=sampling.top_p,
-            top_k=sampling.top_k, seed=sampling.seed, verify=-1 if sequence.verify is None else sequence.verify,
-            threshold=self._options.verify_threshold, drafts=sequence.draft, logprobs=sampling.logprobs,
-            decoder_start=held.decoder_start, masked=sequence.constraint is not None, generation=held.generation,
-        )  # fmt: skip
-        self._graph.admit(held.slot, record)
+        self._graph.admit(held.slot, admission(held, self._options.verify_threshold))
         held.decodes = True
 
     # ---- steps
@@ -209,7 +181,7 @@ class GpuBackend:
             self._constrain(held, entries, bucket)
         number = self._graph.verify(bucket)
         starts = np.cumsum([0, *(entry.rows for entry in entries)])[:-1]
-        self._queued.append(_Pass(number, tuple(held), tuple(map(int, starts)), self._device.record(), first))
+        self._queued.append(Pass(number, tuple(held), tuple(map(int, starts)), self._device.record(), first))
         self._steps += not first
         if any(one.sequence.trace is not None and one.sequence.trace.keep_logits for one in held):
             self._collect(wait=0)
@@ -268,7 +240,7 @@ class GpuBackend:
             self._take(self._queued.popleft(), done)
             self.collected += 1
 
-    def _await(self, step: _Pass) -> list[Record]:
+    def _await(self, step: Pass) -> list[Record]:
         """Block until a step has ended. Raises DeviceError where it never will."""
         look = self._clock() + LOOK_S
         while (done := self._graph.result(step.number)) is None:
@@ -280,13 +252,13 @@ class GpuBackend:
                 raise DeviceError(f"step {step.number} ended on GPU {self._device.index} and left no result.")
         return done
 
-    def _take(self, step: _Pass, records: list[Record]) -> None:
+    def _take(self, step: Pass, records: list[Record]) -> None:
         for held, first_row, record in zip(step.held, step.rows, records, strict=False):
             alive = self._held.get(held.sequence.id) is held
             if alive and record.generation == held.generation and record.emitted:
                 self._emit(step, held, first_row, record)
 
-    def _emit(self, step: _Pass, held: Held, first_row: int, record: Record) -> None:
+    def _emit(self, step: Pass, held: Held, first_row: int, record: Record) -> None:
         sequence, reason, told = held.sequence, REASONS.get(record.reason), None
         count = len(record.emitted)
         kept = None

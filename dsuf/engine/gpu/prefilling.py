@@ -7,6 +7,7 @@ too. Reference: dsuf.model.reference.prefill.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,8 +19,11 @@ from dsuf.engine.options import EngineOptions
 from dsuf.kernels.slots import MOST_ROWS
 
 if TYPE_CHECKING:
-    from dsuf.engine.gpu.backend import Held
+    from dsuf.engine.gpu.held import Held
     from dsuf.engine.gpu.machine import Machine
+
+
+LEAST_ROWS = 256  # of a pass that others wait for: fewer would read all weights for little
 
 
 class Prefilling:
@@ -27,17 +31,25 @@ class Prefilling:
 
     def __init__(self, machine: Machine, options: EngineOptions) -> None:
         self._machine, self._options = machine, options
+        self._rate = 0.0  # rows a second of the latest pass
         self._few = PromptRows(machine.device, machine.model, machine.steps.rows, machine.slots)
         self._rows: PromptRows | PrefillPass = self._few
         if options.prefill_chunk > MOST_ROWS:
             context = machine.max_context + LOOKAHEAD
             self._rows = PrefillPass(machine.device, machine.model, machine.slots, options.prefill_chunk, context)
 
-    def run(self, held: Held, rows: int) -> int:
-        """One pass of at most `rows` prompt rows; how many it was."""
+    def took(self, rows: int, seconds: float) -> None:
+        """A pass of so many rows was over after so long: what the next one is cut by."""
+        if seconds > 0:
+            self._rate = rows / seconds
+
+    def run(self, held: Held, rows: int, seconds: float) -> int:
+        """One pass of at most `rows` prompt rows, of about `seconds` if that is enough for some; how many it was."""
         sequence, every = held.sequence, self._options.resume_every
         start = sequence.prefilled
         count = min(self._options.prefill_chunk, self._rows.most_rows, rows, every - start % every)
+        if self._rate and seconds < math.inf:
+            count = min(count, max(int(self._rate * seconds) & -2, LEAST_ROWS))  # even: no group is left open
         end = start + count
         last = end == sequence.prompt_len
         ids = np.array(sequence.request.prompt_ids[start : end - last], np.int64)

@@ -151,7 +151,10 @@ class PlayedPages:
 class PlayedPrefill:
     """Counts rows."""
 
-    def run(self, held: Any, rows: int) -> int:
+    def took(self, rows: int, seconds: float) -> None:
+        pass
+
+    def run(self, held: Any, rows: int, seconds: float) -> int:
         count = min(rows, 7)
         held.sequence.prefilled += count
         return count

@@ -48,7 +48,8 @@ def written(folder: Path) -> Path:
 
 def gpu_engine(folder: Path, *, graphs: bool = True, **options: Any) -> Engine:
     """An engine over the GPU backend on the stand-in."""
-    chosen = EngineOptions(folder, **{"max_context": 256, "max_sequences": 4, "cache_tokens": 1024, "prefill_chunk": 48, **options})
+    given = {"max_context": 256, "max_sequences": 4, "cache_tokens": 1024, "prefill_chunk": 48, **options}
+    chosen = EngineOptions(folder, **given)
     backend = GpuBackend(chosen, None, SimtDevice(), graphs=graphs)
     backend.load(lambda what, share: None)
     return Engine(backend, chosen)
