@@ -11,9 +11,11 @@ selected one, a row; latency decides.
 
 A cluster of 8 blocks shares a row and up to 32 heads: each takes an eighth of the keys, dequantises them to bf16 in
 shared memory (exact), and makes scores, probabilities relative to its own largest score (rounded to bf16 as the
-official kernel rounds them), and its part of the sum. Then each block adds up the eight parts of its share of the
-heads, in the order of ranks. Shares depend on the row's own number of keys only. A warp owns d / 8 columns, in the
-products with q (whose parts the block adds up, in the order of warps) and in those with the values.
+official kernel rounds them), and its part of the sum. While it does, its largest scores and weights go round the
+cluster, so that a part is scaled before it is stored; then each block adds up the eight parts of its share of the
+heads, in the order of ranks. Shares depend on the row's own number of keys only. In the products with q a warp owns
+d / 8 columns and every other 16 keys (the block adds the columns' parts up, in order), in those with the values d / 16
+columns.
 
 Keys in shared memory, divided by 256: rows of d bf16 in chunks of 16 bytes, chunk c of key n at c ^ swizzle(n), where
 the products with q (8 keys, neighbouring chunks) and the transposed loads for the values (8 keys, one chunk) touch all
@@ -54,10 +56,12 @@ from dsuf.kernels.ptx.memory import (
     ldg_u32,
     ldg_u32x2,
     ldg_u32x4,
+    lds_f32,
     lds_u32x4,
     ldw_f32,
     shared_base,
     stg_u32x2,
+    sts_f32,
     sts_u32x2,
     sts_u32x4,
 )
@@ -83,12 +87,13 @@ from dsuf.ops.attend import attend
 from dsuf.spec import Spec
 
 CLUSTER = 8  # blocks that share the keys of a row: the portable most
+LEAST_SHARE = 16  # keys of a block that has any
 PAGE_SHIFT = PAGE_TOKENS.bit_length() - 1
 LOG2_E = 1.4426950408889634
 MASKED, LEAST = -3.0e38, -1.0e30
 UNIT = 256.0  # keys stand in shared memory in this unit, so that the factors of their codes are bf16 numbers
 RING_BIAS, PAGE_BIAS = 112, 0x7A807A80  # of the exponent of a ring's scale; 2^118 twice, for a page's scale
-HEAD_LANES = (1, 2, 4)  # eight lanes make one head's probabilities
+HEAD_LANES = (1, 2, 4, 8)  # sixteen lanes make one head's probabilities
 
 
 def heads_of_block(h: int) -> int:
@@ -130,19 +135,21 @@ def make(*, h: int, d: int, rope: int, most: int) -> Kernel:
     """h heads of d = 64, 128, 256 or 512 columns, rope the turned tail; most: keys of a row, a multiple of 128."""
     HEADS, SHARE, ROW = heads_of_block(h), most // CLUSTER, window_row_bytes(d)
     SETS, M_TILES = -(-h // HEADS), HEADS // 16
-    WARPS = min(8, d // 32)
-    THREADS, COLUMNS, PITCH = WARPS * 32, d // WARPS, d * 2  # columns of a warp
-    GROUPS, PIECES = COLUMNS // 32, d // 16
+    PARTS = min(8, d // 32)  # of the columns in the products with q
+    WARPS, PITCH = 2 * PARTS, d * 2
+    THREADS, COLUMNS = WARPS * 32, d // WARPS  # columns of a warp in the products with the values
+    GROUPS, PIECES = d // PARTS // 32, d // 16
     AT_ONCE = THREADS // PIECES  # keys that the block dequantises at once
     PASSES = -(-SHARE // AT_ONCE)
     LINE = SHARE + 8  # words of a line of scores, elements of a line of probabilities: all banks once
-    QUADS = -(-SHARE // 32)  # quads of neighbouring keys of a lane when probabilities are made
+    QUADS = -(-SHARE // 64)  # quads of neighbouring keys of a lane when probabilities are made
     OUT_LINE = d + 8
     AT_ADDRESS = SHARE * PITCH
     AT_STATS = AT_ADDRESS + 16 * SHARE
-    AT_P = AT_STATS + 8 * HEADS
+    AT_FACTOR = AT_STATS + 8 * HEADS
+    AT_P = AT_FACTOR + 4 * HEADS
     AT_SCORE = AT_P + 2 * HEADS * LINE
-    SHARED = AT_SCORE + 4 * HEADS * max(WARPS * LINE, OUT_LINE)
+    SHARED = AT_SCORE + 4 * HEADS * max(PARTS * LINE, OUT_LINE)
     HALF, TAIL, SCALE = rope // 2, d - rope, LOG2_E * UNIT * d**-0.5
     OWN = HEADS // CLUSTER  # heads whose parts a block adds up
     ITEMS = OWN * d // 4  # of four columns
@@ -171,18 +178,18 @@ def make(*, h: int, d: int, rope: int, most: int) -> Kernel:
         owner = int64(int32(ldg_u32(sequence + row * 4)))
         place = int32(ldg_u32(position + row * 4))
         start = int32(ldg_u32(first + row * 4))
+        entries = ldg_u32((chosen if chosen != 0 else first) + row * 4)  # one load after the other would wait twice
         window_keys = int32(int32(ldg_u32(last + row * 4)) + 1 - start)
-        n = window_keys
-        if chosen != 0:
-            n = int32(n + int32(ldg_u32(chosen + row * 4)))
+        n = int32(window_keys + (int32(entries) if chosen != 0 else 0))
+        part = int32(warp % PARTS)
         # q of this warp's columns: (group, rows g and g + 8 of a product tile) -> four words
         a = regs(8 * GROUPS * M_TILES)
         for k in unroll(GROUPS):
             for m in unroll(2 * M_TILES):
                 head = int32(heads + 8 * m + g)
-                of_q = q + ((row * h + min(head, h - 1)) * d + warp * COLUMNS + 32 * k + 8 * t) * 2
+                of_q = q + ((row * h + min(head, h - 1)) * d + (part * GROUPS + k) * 32 + 8 * t) * 2
                 a[8 * M_TILES * k + 4 * m : 8 * M_TILES * k + 4 * m + 4] = ldg_u32x4(of_q)
-        share = int32(((n + CLUSTER - 1) // CLUSTER + 7) // 8 * 8)
+        share = int32(max(((n + CLUSTER - 1) // CLUSTER + 7) // 8 * 8, LEAST_SHARE))
         base = int32(rank * share)
         mine = int32(max(min(n - base, share), 0))
         mine = int32(mine if owner >= 0 else 0)
@@ -200,14 +207,6 @@ def make(*, h: int, d: int, rope: int, most: int) -> Kernel:
                 scale = page_scales + where + slot * (d // 16)
             words = (uint32(code), uint32(code >> 32), uint32(scale), uint32(scale >> 32))
             sts_u32x4(uint32(sm + AT_ADDRESS + 16 * i), words)
-        if owner >= 0:
-            for k in unroll(GROUPS):
-                column = int32(warp * COLUMNS + 32 * k + 8 * t)
-                if column >= TAIL:
-                    for j in unroll(4):
-                        c, s = phase(table, place, int32((column - TAIL) // 2 + j), HALF)
-                        for m in unroll(2 * M_TILES):
-                            a[4 * (2 * M_TILES * k + m) + j] = turn(a[4 * (2 * M_TILES * k + m) + j], c, s)
         sync_threads()
         # all loads of keys are asked for, then dequantised: a thread has 16 columns of every AT_ONCE-th key
         piece = int32(tid % PIECES)
@@ -226,6 +225,14 @@ def make(*, h: int, d: int, rope: int, most: int) -> Kernel:
                 else:
                     code4[4 * i : 4 * i + 2] = ldg_u32x2(code + piece * 8)
                     factor[i] = ldg_u8(scale + piece)
+        if owner >= 0:
+            for k in unroll(GROUPS):
+                column = int32((part * GROUPS + k) * 32 + 8 * t)
+                if column >= TAIL:
+                    for j in unroll(4):
+                        c, s = phase(table, place, int32((column - TAIL) // 2 + j), HALF)
+                        for m in unroll(2 * M_TILES):
+                            a[4 * (2 * M_TILES * k + m) + j] = turn(a[4 * (2 * M_TILES * k + m) + j], c, s)
         for i in unroll(PASSES):
             key = int32(tid // PIECES + i * AT_ONCE)
             if key < padded:
@@ -242,11 +249,11 @@ def make(*, h: int, d: int, rope: int, most: int) -> Kernel:
                 sts_u32x4(chunk_address(sm, key, int32(2 * piece + 1), PITCH), v[4:8])
         sync_threads()
         # scores: this warp's columns of all heads, 16 keys at a time
-        for first_key in range(0, padded, 16):
+        for first_key in range(16 * (warp // PARTS), padded, 32):
             acc = regs(2 * M_TILES, (0.0, 0.0, 0.0, 0.0))
             for k in unroll(GROUPS):
                 for half in unroll(2):
-                    chunk = int32((warp * GROUPS + k) * 4 + t)
+                    chunk = int32((part * GROUPS + k) * 4 + t)
                     b = lds_u32x4(chunk_address(sm, int32(first_key + 8 * half + g), chunk, PITCH))
                     for m in unroll(M_TILES):
                         x = regs(8)
@@ -255,23 +262,23 @@ def make(*, h: int, d: int, rope: int, most: int) -> Kernel:
                         acc[2 * m + half] = mma_bf16((x[2], x[6], x[3], x[7]), (b[2], b[3]), low)
             for half in unroll(2):
                 for m in unroll(M_TILES):
-                    line = (warp * HEADS + 16 * m + g) * LINE + first_key + 8 * half + 2 * t
+                    line = (part * HEADS + 16 * m + g) * LINE + first_key + 8 * half + 2 * t
                     to = uint32(sm + AT_SCORE + line * 4)
                     sts_u32x2(to, (as_bits(acc[2 * m + half][0]), as_bits(acc[2 * m + half][1])))
                     sts_u32x2(uint32(to + 32 * LINE), (as_bits(acc[2 * m + half][2]), as_bits(acc[2 * m + half][3])))
         sync_threads()
-        # probabilities: eight lanes a head, quads of keys
-        for one in range(warp * 4 + (lane >> 3), HEADS, 4 * WARPS):
+        # probabilities: sixteen lanes a head, quads of keys
+        for one in range(warp * 2 + (lane >> 4), HEADS, 2 * WARPS):
             v = regs(4 * QUADS, MASKED)
             top = LEAST
             for i in unroll(QUADS):
-                key = int32(4 * ((lane & 7) + 8 * i))
+                key = int32(4 * ((lane & 15) + 16 * i))
                 if key < padded:
                     summed = regs(4, 0.0)
-                    for w in unroll(WARPS):
-                        part = lds_u32x4(uint32(sm + AT_SCORE + ((w * HEADS + one) * LINE + key) * 4))
+                    for w in unroll(PARTS):
+                        quad = lds_u32x4(uint32(sm + AT_SCORE + ((w * HEADS + one) * LINE + key) * 4))
                         for j in unroll(4):
-                            summed[j] = summed[j] + as_float(part[j])
+                            summed[j] = summed[j] + as_float(quad[j])
                     for j in unroll(4):
                         v[4 * i + j] = summed[j] * SCALE if key + j < mine else MASKED
                         top = fmax(top, v[4 * i + j])
@@ -279,7 +286,7 @@ def make(*, h: int, d: int, rope: int, most: int) -> Kernel:
             top = max_over(top, HEAD_LANES)
             weight = 0.0
             for i in unroll(QUADS):
-                key = int32(4 * ((lane & 7) + 8 * i))
+                key = int32(4 * ((lane & 15) + 16 * i))
                 e = regs(4)
                 for j in unroll(4):
                     e[j] = exp2_approx(v[4 * i + j] - top)
@@ -288,9 +295,10 @@ def make(*, h: int, d: int, rope: int, most: int) -> Kernel:
                     sts_u32x2(uint32(sm + AT_P + (one * LINE + key) * 2), (bf16x2(e[1], e[0]), bf16x2(e[3], e[2])))
             sync_warp()
             weight = sum_over(weight, HEAD_LANES)
-            if lane & 7 == 0:
+            if lane & 15 == 0:
                 sts_u32x2(uint32(sm + AT_STATS + 8 * one), (as_bits(top), as_bits(weight)))
         sync_threads()
+        cluster_arrive()
         # this warp's columns of the sum
         o = regs(COLUMNS // 8 * M_TILES, (0.0, 0.0, 0.0, 0.0))
         for first_key in range(0, padded, 16):
@@ -308,52 +316,64 @@ def make(*, h: int, d: int, rope: int, most: int) -> Kernel:
                     o[COLUMNS // 8 * m + 2 * c + 1] = mma_bf16(
                         p[4 * m : 4 * m + 4], (b[2], b[3]), o[COLUMNS // 8 * m + 2 * c + 1]
                     )
+        cluster_wait()
+        # what turns this block's part of a head's sum into a part of the result
+        if tid < HEADS:
+            logit = ldw_f32(sink + int64(min(heads + tid, h - 1)) * 4) * LOG2_E
+            stats = uint32(sm + AT_STATS + 8 * tid)
+            tops = regs(CLUSTER, LEAST)
+            weights = regs(CLUSTER, 0.0)
+            top = LEAST
+            for r in unroll(CLUSTER):
+                if r * share < n:
+                    tops[r] = ld_cluster_f32(cluster_address(stats, uint32(r)))
+                    weights[r] = ld_cluster_f32(cluster_address(uint32(stats + 4), uint32(r)))
+            for r in unroll(CLUSTER):
+                top = fmax(top, tops[r])
+            total = exp2_approx(logit - top)
+            for r in unroll(CLUSTER):
+                total = fma(weights[r], exp2_approx(tops[r] - top), total)
+            own = exp2_approx(lds_f32(stats) - top)
+            sts_f32(uint32(sm + AT_FACTOR + 4 * tid), div(own * UNIT, total))
+        sync_threads()
         for m in unroll(M_TILES):
+            f0 = lds_f32(uint32(sm + AT_FACTOR + 4 * (16 * m + g)))
+            f1 = lds_f32(uint32(sm + AT_FACTOR + 4 * (16 * m + g + 8)))
             for c in unroll(COLUMNS // 8):
                 four = o[COLUMNS // 8 * m + c]
                 line = (16 * m + g) * OUT_LINE + warp * COLUMNS + 8 * c + 2 * t
                 to = uint32(sm + AT_SCORE + line * 4)
-                sts_u32x2(to, (as_bits(four[0]), as_bits(four[1])))
-                sts_u32x2(uint32(to + 32 * OUT_LINE), (as_bits(four[2]), as_bits(four[3])))
+                sts_u32x2(to, (as_bits(four[0] * f0), as_bits(four[1] * f0)))
+                sts_u32x2(uint32(to + 32 * OUT_LINE), (as_bits(four[2] * f1), as_bits(four[3] * f1)))
         cluster_arrive()
+        # four columns of a head a thread: their phases are on their way while the cluster meets
+        cos = regs(2 * ROUNDS, 1.0)
+        sin = regs(2 * ROUNDS, 0.0)
+        for i in unroll(ROUNDS):
+            column = int32((tid + i * THREADS) % (d // 4) * 4)
+            if owner >= 0 and column >= TAIL:
+                for j in unroll(2):
+                    cos[2 * i + j], sin[2 * i + j] = phase(table, place, int32((column - TAIL) // 2 + j), HALF)
         cluster_wait()
-        # the cluster's parts of this block's heads, four columns a thread
-        for round in unroll(ROUNDS):
-            item = int32(tid + round * THREADS)
+        for i in unroll(ROUNDS):
+            item = int32(tid + i * THREADS)
             one = int32(rank * OWN + item // (d // 4))
             column = int32(item % (d // 4) * 4)
             if owner >= 0 and item < ITEMS and heads + one < h:
-                logit = ldw_f32(sink + int64(heads + one) * 4) * LOG2_E
-                cos = regs(2, 1.0)
-                sin = regs(2, 0.0)
-                if column >= TAIL:
-                    for j in unroll(2):
-                        cos[j], sin[j] = phase(table, place, int32((column - TAIL) // 2 + j), HALF)
-                stats = uint32(sm + AT_STATS + 8 * one)
                 parts = uint32(sm + AT_SCORE + (one * OUT_LINE + column) * 4)
                 sums = regs(4 * CLUSTER, uint32(0))
-                tops = regs(CLUSTER, LEAST)
-                weights = regs(CLUSTER, 0.0)
-                most_top = LEAST
                 for r in unroll(CLUSTER):
                     if r * share < n:
-                        tops[r] = ld_cluster_f32(cluster_address(stats, uint32(r)))
-                        weights[r] = ld_cluster_f32(cluster_address(uint32(stats + 4), uint32(r)))
                         sums[4 * r : 4 * r + 4] = ld_cluster_u32x4(cluster_address(parts, uint32(r)))
-                for r in unroll(CLUSTER):
-                    most_top = fmax(most_top, tops[r])
-                total = exp2_approx(logit - most_top)
                 v = regs(4, 0.0)
                 for r in unroll(CLUSTER):
-                    f = exp2_approx(tops[r] - most_top)
-                    total = fma(weights[r], f, total)
                     for j in unroll(4):
-                        v[j] = fma(as_float(sums[4 * r + j]), f, v[j])
+                        v[j] = v[j] + as_float(sums[4 * r + j])
                 word = regs(2)
                 for j in unroll(2):
-                    word[j] = bf16x2(div(v[2 * j + 1] * UNIT, total), div(v[2 * j] * UNIT, total))
+                    word[j] = bf16x2(v[2 * j + 1], v[2 * j])
                     if column >= TAIL:
-                        word[j] = turn(word[j], cos[j], -sin[j])
+                        word[j] = turn(word[j], cos[2 * i + j], -sin[2 * i + j])
                 stg_u32x2(out + ((row * h + heads + one) * d + column) * 2, word)
         sync_warp()  # the cluster barrier wants whole warps
         cluster_arrive()

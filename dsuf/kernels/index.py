@@ -12,27 +12,29 @@ visible gets -3e38. capacity is a multiple of 32.
 Reference: dsuf.ops.index.index_scores, ops.qdq.q4p. Bytes: 68 an entry and sequence; operations 2 heads di an entry and
 row.
 
-Rows of one sequence that stand together share its keys: groups of at most 6 (3 where the caches are short, so that two
-groups make twice the work for the machine's many warps). A block has the queries of a group in shared memory, as the
-products want them, and a warp 32 keys in registers, dequantised once for the group (times 2^-64, so that every factor
-is a bf16 number). Runs of 384 keys of all groups are dealt out evenly, in order. Lane t of a quad holds columns
-di / 4 t .. of its keys and heads, so one load brings a lane's codes of a key under one scale; step s of the product
-takes columns 4s .. 4s + 3 of every lane.
+Rows of one sequence that stand together share its keys: groups of at most 6, or of as few as give every warp of the
+launch work where the caches are short. A block has the queries of a group in shared memory, as the products want them,
+and a warp 32 keys in registers, dequantised once for the group (times 2^-64, so that every factor is a bf16 number).
+Runs of all groups are dealt out evenly, one a warp, in order; the next keys and the pages after them are on their way
+while a warp multiplies. Lane t of a quad holds columns di / 4 t .. of its keys and heads, so one load brings a lane's
+codes of a key under one scale; step s of the product takes columns 4s .. 4s + 3 of every lane.
 
     hand-off               who writes   who waits    reused
-    groups of rows         the block    the block    never
     queries and weights    the block    the block    by the next group, after a barrier
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from dsuf.kernels.catalogue import Entry, Width
-from dsuf.kernels.lang import Kernel, int32, int64, kernel, regs, s32, s64, uint32, unroll
+from dsuf.kernels.lang import Kernel, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
 from dsuf.kernels.latents import MOST_ROWS
 from dsuf.kernels.ptx.convert import (
     as_float,
     bf16_high,
     bf16_low,
+    count_leading_zeros,
     e2m1_code,
     fabs,
     fma,
@@ -44,30 +46,30 @@ from dsuf.kernels.ptx.convert import (
 )
 from dsuf.kernels.ptx.copy import async_commit, async_load16, async_wait
 from dsuf.kernels.ptx.memory import (
-    ldg_f32,
     ldg_u8,
     ldg_u32,
     ldg_u32x2,
     ldg_u32x4,
-    lds_u32,
     lds_u32x2,
     lds_u32x4,
     shared_base,
     stg_f32,
     stg_u32x2,
-    sts_f32,
-    sts_u32,
 )
 from dsuf.kernels.ptx.mma import mma_bf16
 from dsuf.kernels.ptx.sync import (
+    ballot,
     block_count,
     block_index,
     let_next_kernel_start,
+    shuffle_u32,
+    shuffle_up_u32,
     shuffle_xor_f32,
     sync_threads,
     sync_warp,
     thread_index,
     wait_for_previous_kernel,
+    warp_sum_u32,
 )
 from dsuf.kernels.quantise import inverse_scale, max_over, q4p_exponent, sum_over
 from dsuf.kernels.rope import phase, rotated
@@ -76,12 +78,10 @@ from dsuf.ops.index import index_scores
 from dsuf.ops.qdq import q4p
 
 RUN = 32  # keys of a warp, entries under one value of best32
-BLOCK, TOP = 8, 3.0e38
 LOWEST, NOWHERE = -3.0e38, 0x7FFFFFFF
-QUERY_WARPS, WARPS = 8, 12  # 12: as many as have registers for what they hold
-THREADS = 32 * WARPS
+QUERY_WARPS = 8
 QUAD, GROUP_LANES = (1, 2), (1, 2, 4)
-MOST_GROUP, LONG = 6, 32768  # rows that share keys; entries from which on they all do
+MOST_GROUP = 6  # rows that share keys
 PAGE_SHIFT = PAGE_TOKENS.bit_length() - 1
 KEY_BIAS = 62  # keys stand in registers times 2^-64: 62 = 126 - 64
 
@@ -125,17 +125,60 @@ def make_query(*, heads: int, di: int, rope: int) -> Kernel:
     return query
 
 
-def make_scores(*, heads: int, di: int) -> Kernel:
-    """heads a multiple of 8; di 32 or 128."""
+@inline
+def ask_pages(
+    entry: Any, page: Any, tile: Any, row: Any, owner: Any, seen: Any, used: Any, candidates: Any, kept: Any,
+    block_shift: Any, shift: Any, pages: Any, most_pages: Any, g: Any,
+) -> None:  # fmt: skip
+    """Entries g + 8 i of a run of 32 and the pages that hold them; invisible ones take another's page."""
+    for i in unroll(4):
+        at = int32(tile * RUN + 8 * i + g)
+        entry[i] = at
+        if candidates != 0:
+            held = int32(at >> block_shift)
+            block = int32(ldg_u32(candidates + (int64(row) * kept + min(held, used - 1)) * 4))
+            inside = int32((block << block_shift) + (at & (int32(1) << block_shift) - 1))
+            entry[i] = int32(inside if held < used else NOWHERE)
+        page[i] = ldg_u32(pages + (owner * most_pages + (min(entry[i], seen - 1) >> (PAGE_SHIFT - shift))) * 4)
+
+
+@inline
+def ask_keys(
+    code: Any, exponent: Any, entry: Any, page: Any, seen: Any, shift: Any, key_codes: Any, key_scales: Any,
+    page_bytes: Any, t: Any, di: Any,
+) -> None:  # fmt: skip
+    """A lane's codes and scales of those entries."""
+    for i in unroll(4):
+        slot = int64(min(entry[i], seen - 1) & (int32(1) << (PAGE_SHIFT - shift)) - 1)
+        where = int64(page[i]) * page_bytes
+        exponent[i] = ldg_u8(key_scales + where + (slot * (di // 32) + t // (128 // di)))
+        from_k = key_codes + where + (slot * (di // 2) + t * (di // 8))
+        if di == 128:
+            code[4 * i : 4 * i + 4] = ldg_u32x4(from_k)
+        else:
+            for j in unroll(di // 32):
+                code[di // 32 * i + j] = ldg_u32(from_k + 4 * j)
+
+
+@inline
+def of_quad(value: Any, t: Any) -> Any:
+    """value[t]."""
+    low = value[0] if t == 0 else value[1]
+    high = value[2] if t == 2 else value[3]
+    return low if t < 2 else high
+
+
+def make_scores(*, heads: int, di: int, warps: int) -> Kernel:
+    """heads a multiple of 8; di 32 or 128; as many warps as have registers for what they hold."""
+    WARPS, THREADS = warps, 32 * warps
     STEPS, WORDS, TILES = di // 16, di // 32, heads // 8
     SCALE = (di * heads) ** -0.5 * 2.0**64
     Q_ROW = heads * di * 2  # bytes
     AT_WEIGHTS = MOST_GROUP * Q_ROW
-    AT_SEQUENCE = AT_WEIGHTS + MOST_GROUP * heads * 4
-    AT_SEEN, AT_RUNS, AT_COUNT = (AT_SEQUENCE + i * 4 * MOST_ROWS for i in (1, 2, 3))
+    SHARED = AT_WEIGHTS + MOST_GROUP * heads * 4
 
     @kernel(
-        threads=THREADS, grid=(132,), shared=AT_COUNT + 4 * MOST_ROWS, name=f"index_scores_{heads}x{di}"
+        threads=THREADS, grid=(132,), shared=SHARED, name=f"index_scores_{heads}x{di}"
     )  # fmt: skip
     def scores(
         q: s64, weights: s64, pages: s64, most_pages: s32, key_codes: s64, key_scales: s64, page_bytes: s64,
@@ -150,122 +193,109 @@ def make_scores(*, heads: int, di: int) -> Kernel:
         sm = shared_base()
         wait_for_previous_kernel()
         let_next_kernel_start()
-        # groups of rows: the first row of each knows its rows and its runs of 32 keys, others have none
-        if tid < rows:
-            owner = int32(ldg_u32(sequence + int64(tid) * 4))
-            seen = int32((int32(ldg_u32(position + int64(tid) * 4)) + 1) >> shift)
-            sts_u32(uint32(sm + AT_SEQUENCE + 4 * tid), uint32(owner))
-            sts_u32(uint32(sm + AT_SEEN + 4 * tid), uint32(seen if owner >= 0 else 0))
-        sync_threads()
-        longest = int32(0)
-        for r in range(rows):
-            longest = int32(max(longest, int32(lds_u32(uint32(sm + AT_SEEN + 4 * r)))))
-        group = int32(MOST_GROUP if longest > LONG else MOST_GROUP // 2)
-        group = int32(1 if candidates != 0 else group)
-        if tid < rows:
-            owner = int32(lds_u32(uint32(sm + AT_SEQUENCE + 4 * tid)))
-            most = int32(lds_u32(uint32(sm + AT_SEEN + 4 * tid)))
-            before = int32(0)  # rows of this sequence that stand before it
-            r = int32(tid - 1)
-            while r >= 0:
-                same = int32(lds_u32(uint32(sm + AT_SEQUENCE + 4 * r))) == owner
-                before = int32(before + 1 if same else before)
-                r = int32(r - 1 if same else -1)
-            count = int32(1)
-            r = int32(tid + 1)
-            while r < min(tid + group, rows):
-                same = int32(lds_u32(uint32(sm + AT_SEQUENCE + 4 * r))) == owner
-                if same:
-                    most = int32(max(most, int32(lds_u32(uint32(sm + AT_SEEN + 4 * r)))))
-                    count = int32(count + 1)
-                r = int32(r + 1 if same else rows)
-            if candidates != 0:
-                used = int32(0)
-                if owner >= 0:
-                    used = int32(ldg_u32(kept_of + int64(tid) * 4))
-                most = int32(used << block_shift if most > 0 else 0)
-            runs = int32((most + RUN - 1) // RUN if owner >= 0 and before % group == 0 else 0)
-            sts_u32(uint32(sm + AT_RUNS + 4 * tid), uint32(runs))
-            sts_u32(uint32(sm + AT_COUNT + 4 * tid), uint32(count))
-        sync_threads()
-        pieces = int32(0)  # of WARPS runs
-        for r in range(rows):
-            pieces = int32(pieces + (int32(lds_u32(uint32(sm + AT_RUNS + 4 * r))) + WARPS - 1) // WARPS)
-        blocks = int64(block_count())
-        mine = int32(int64(pieces) * block_index() // blocks)
-        end = int32(int64(pieces) * (block_index() + 1) // blocks)
-        done = int32(0)
-        for first in range(rows):
-            runs = int32(lds_u32(uint32(sm + AT_RUNS + 4 * first)))
-            here = int32((runs + WARPS - 1) // WARPS)
-            start = int32(max(mine - done, 0))
-            stop = int32(min(end - done, here))
-            done = int32(done + here)
-            if start < stop:
-                count = int32(lds_u32(uint32(sm + AT_COUNT + 4 * first)))
-                owner = int64(int32(lds_u32(uint32(sm + AT_SEQUENCE + 4 * first))))
-                for i in range(tid, count * (Q_ROW // 16), THREADS):
+        for base in range(0, rows, 32):
+            # a lane a row: how many runs its group has, if it is the first of one, and which pieces of them are ours
+            row_of_lane = int32(base + lane)
+            owner = int32(-1)
+            seen = int32(0)
+            used = int32(1)
+            if row_of_lane < rows:
+                owner = int32(ldg_u32(sequence + int64(row_of_lane) * 4))
+                seen = int32((int32(ldg_u32(position + int64(row_of_lane) * 4)) + 1) >> shift)
+                if candidates != 0 and owner >= 0:
+                    used = int32(ldg_u32(kept_of + int64(row_of_lane) * 4))
+            sync_warp()
+            seen = int32(seen if owner >= 0 else 0)
+            most = int32((used << block_shift if seen > 0 else 0) if candidates != 0 else seen)
+            work = int32(warp_sum_u32(uint32((most + RUN - 1) // RUN)))
+            share = int32((work + block_count() * WARPS - 1) // (block_count() * WARPS))
+            group = int32(max(share, 1) if share <= MOST_GROUP // 2 else MOST_GROUP)
+            group = int32(1 if candidates != 0 else group)
+            lanes_upto = uint32(uint32(0xFFFFFFFF) >> (31 - lane))
+            opens = lane == 0 or int32(shuffle_up_u32(uint32(owner), uint32(1))) != owner
+            opened = ballot(uint32(1 if opens else 0))
+            offset = int32(lane - 31 + int32(count_leading_zeros(uint32(opened & lanes_upto))))
+            opens = offset % group == 0
+            opened = ballot(uint32(1 if opens else 0))
+            after = uint32(opened & (lanes_upto ^ 0xFFFFFFFF))
+            count = int32(31 - int32(count_leading_zeros(uint32(after & (0 - after)))) if after != 0 else 32)
+            count = int32(min(count, rows - base) - lane)
+            seen_most = seen
+            for j in unroll(1, MOST_GROUP):
+                beside = int32(shuffle_u32(uint32(most), uint32(lane + j)))
+                beside_seen = int32(shuffle_u32(uint32(seen), uint32(lane + j)))
+                most = int32(max(most, beside) if j < count and opens else most)
+                seen_most = int32(max(seen_most, beside_seen) if j < count else seen_most)
+            runs_of = int32((most + RUN - 1) // RUN if opens and owner >= 0 else 0)
+            pieces = int32((runs_of + WARPS - 1) // WARPS)
+            upto = uint32(pieces)
+            for j in unroll(5):
+                other = shuffle_up_u32(upto, uint32(1 << j))
+                upto = uint32(upto + (other if lane >= 1 << j else 0))
+            total = int64(shuffle_u32(upto, uint32(31)))
+            before = int32(int32(upto) - pieces)
+            from_piece = int32(max(int32(total * block_index() // block_count()) - before, 0))
+            to_piece = int32(min(int32(total * (block_index() + 1) // block_count()) - before, pieces))
+            todo = ballot(uint32(1 if from_piece < to_piece else 0))
+            while todo != 0:
+                chosen = uint32(31 - count_leading_zeros(uint32(todo & (0 - todo))))
+                todo = uint32(todo & (todo - 1))
+                first = int32(base + int32(chosen))
+                runs = int32(shuffle_u32(uint32(runs_of), chosen))
+                rows_here = int32(shuffle_u32(uint32(count), chosen))
+                start = int32(shuffle_u32(uint32(from_piece), chosen))
+                stop = int32(shuffle_u32(uint32(to_piece), chosen))
+                slot = int64(shuffle_u32(uint32(owner), chosen))
+                seen_here = int32(shuffle_u32(uint32(seen_most), chosen))
+                used_here = int32(shuffle_u32(uint32(used), chosen))
+                for i in range(tid, rows_here * (heads // 4), THREADS):
+                    async_load16(uint32(sm + AT_WEIGHTS + 16 * i), weights + (int64(first) * heads + 4 * i) * 4)
+                for i in range(tid, rows_here * (Q_ROW // 16), THREADS):
                     # 16 bytes of a row's head: columns di / 4 t + 8 pair .. of head 8 n + g
                     r = int32(i // (Q_ROW // 16))
                     head = int32(i % (Q_ROW // 16) // (di // 8))
                     piece = int32(i % (di // 8))
                     pair = int32(piece % (STEPS // 2))
-                    to = (
-                        r * Q_ROW
-                        + ((head >> 3) * (STEPS // 2) + pair) * 512
-                        + ((head & 7) * 4 + piece // (STEPS // 2)) * 16
-                    )
+                    lane_of = int32((head & 7) * 4 + piece // (STEPS // 2))
+                    to = r * Q_ROW + ((head >> 3) * (STEPS // 2) + pair) * 512 + lane_of * 16
                     async_load16(uint32(sm + to), q + (int64(first) * Q_ROW + int64(i) * 16))
                 async_commit()
-                for i in range(tid, count * heads, THREADS):
-                    weight = ldg_f32(weights + (int64(first) * heads + i) * 4)
-                    sts_f32(uint32(sm + AT_WEIGHTS + 4 * i), weight * SCALE)
-                seen = int32(0)
-                for r in range(first, first + count):
-                    seen = int32(max(seen, int32(lds_u32(uint32(sm + AT_SEEN + 4 * r)))))
-                used = int32(1)
-                if candidates != 0:
-                    used = int32(ldg_u32(kept_of + int64(first) * 4))
+                entry = regs(4)
+                page = regs(4)
+                code = regs(4 * WORDS)
+                exponent = regs(4)
+                ask_pages(
+                    entry, page, min(start * WARPS + warp, runs - 1), first, slot, seen_here, used_here, candidates,
+                    kept, block_shift, shift, pages, most_pages, g,
+                )  # fmt: skip
+                ask_keys(code, exponent, entry, page, seen_here, shift, key_codes, key_scales, page_bytes, t, di)
+                number = int32(of_quad(entry, t))  # lane (g, t) writes the score of key 8 t + g
+                if start + 1 < stop:
+                    ask_pages(
+                        entry, page, min((start + 1) * WARPS + warp, runs - 1), first, slot, seen_here, used_here,
+                        candidates, kept, block_shift, shift, pages, most_pages, g,
+                    )  # fmt: skip
+                async_wait[0]()
+                sync_threads()
                 for piece in range(start, stop):
                     tile = int32(piece * WARPS + warp)
-                    # a lane's codes and scales of keys g + 8 i (invisible ones repeat another), and key 8 t + g's entry
-                    number = int32(0)
-                    code_at = regs(4)
-                    scale_at = regs(4)
-                    for i in unroll(4):
-                        at = int32(min(tile, runs - 1) * RUN + 8 * i + g)
-                        entry = at
-                        if candidates != 0:
-                            held = int32(at >> block_shift)
-                            block = int32(ldg_u32(candidates + (int64(first) * kept + min(held, used - 1)) * 4))
-                            inside = int32((block << block_shift) + (at & (int32(1) << block_shift) - 1))
-                            entry = int32(inside if held < used else NOWHERE)
-                        number = int32(entry if t == i else number)
-                        safe = int32(min(entry, seen - 1))  # its page exists
-                        page = int32(safe >> (PAGE_SHIFT - shift))
-                        slot = int64(safe - (page << (PAGE_SHIFT - shift)))
-                        where = int64(ldg_u32(pages + (owner * most_pages + page) * 4)) * page_bytes
-                        code_at[i] = where + (slot * (di // 2) + t * (di // 8))
-                        scale_at[i] = where + (slot * (di // 32) + t // (128 // di))
-                    code = regs(4 * WORDS)
-                    exponent = regs(4)
-                    for i in unroll(4):
-                        exponent[i] = ldg_u8(key_scales + scale_at[i])
-                        if WORDS == 4:
-                            code[4 * i : 4 * i + 4] = ldg_u32x4(key_codes + code_at[i])
-                        else:
-                            for j in unroll(WORDS):
-                                code[WORDS * i + j] = ldg_u32(key_codes + code_at[i] + 4 * j)
-                    if piece == start:
-                        async_wait[0]()
-                        sync_threads()
                     x = regs(8 * WORDS * 2)  # (key 8 i + g, pairs of its columns)
                     for i in unroll(4):
                         both = uint32(exponent[i] + KEY_BIAS << 7 | exponent[i] + KEY_BIAS << 23)
                         for j in unroll(WORDS):
                             four = fp4x8_bf16_scaled(code[WORDS * i + j], both)
                             x[4 * (WORDS * i + j) : 4 * (WORDS * i + j) + 4] = four
-                    for r in range(count):
+                    this = number
+                    if piece + 1 < stop:
+                        ask_keys(
+                            code, exponent, entry, page, seen_here, shift, key_codes, key_scales, page_bytes, t, di
+                        )
+                        number = int32(of_quad(entry, t))
+                        ask_pages(
+                            entry, page, min((piece + 2) * WARPS + warp, runs - 1), first, slot, seen_here, used_here,
+                            candidates, kept, block_shift, shift, pages, most_pages, g,
+                        )  # fmt: skip
+                    for r in range(rows_here):
                         s = regs(4, 0.0)
                         for n in unroll(TILES):
                             low = (0.0, 0.0, 0.0, 0.0)
@@ -291,12 +321,10 @@ def make_scores(*, heads: int, di: int) -> Kernel:
                                 s[2 + i] = fma(fmax(high[2 * i + 1], 0.0), as_float(w[1]), s[2 + i])
                         for i in unroll(4):
                             s[i] = sum_over(s[i], QUAD)
-                        # lane (g, t) writes key 8 t + g
                         row = int64(first + r)
-                        own = int32(lds_u32(uint32(sm + AT_SEEN + 4 * (first + r))))
-                        v = s[0] if t == 0 else s[1]
-                        v = v if t < 2 else s[2] if t == 2 else s[3]
-                        v = v if number < own else LOWEST
+                        own = int32(shuffle_u32(uint32(seen), uint32(int32(chosen) + r)))
+                        v = of_quad(s, t) * SCALE
+                        v = v if this < own else LOWEST
                         four_best = max_over(v, (4, 8))
                         eight_best = fmax(four_best, shuffle_xor_f32(four_best, uint32(16)))
                         run_best = max_over(eight_best, QUAD)
@@ -327,5 +355,13 @@ def entries(width: Width) -> list[Entry]:
     query = {**shape, "rope": spec.qk_rope_head_dim}
     return [
         Entry(f"index.query/{width.label}", make_query, query, width.chips, q4p, 4 * size, 10 * size),
-        Entry(f"index.scores/{width.label}", make_scores, shape, width.chips, index_scores, nbytes, operations),
+        Entry(
+            f"index.scores/{width.label}",
+            make_scores,
+            {**shape, "warps": 8},
+            width.chips,
+            index_scores,
+            nbytes,
+            operations,
+        ),
     ]

@@ -21,7 +21,7 @@ Reference: dsuf.ops.mixes (unfold, fold, mixes), ops.norm.rms_norm, ops.qdq.q8. 
 streams and parts (8 + 8 + 2 slots) D a row.
 
 A cluster of blocks shares a row, each block D / blocks columns, a thread two columns of all four streams. The 24 rows
-of fn are what takes time, 250 KB a block if one cluster reads them all: two clusters of a row each repeat the fold and
+of fn are what takes time, 250 KB a block if one cluster reads them all: four clusters of a row each repeat the fold and
 read their share of fn, before the wait, into registers; the first alone writes what does not depend on fn. Beyond eight
 rows a cluster takes every eighth, over the same registers.
 
@@ -85,7 +85,7 @@ from dsuf.ops.mixes import mixes
 
 STREAMS, ROWS_OF_FN, SUMS = 4, 24, 26
 FOLDED, FIRST = -1, -2  # `slots` where nothing is unfolded
-SPLITS, ROWS_AT_ONCE = 2, 8  # clusters of a row; rows whose blocks run beside each other
+SPLITS, ROWS_AT_ONCE = 4, 8  # clusters of a row; rows whose blocks run beside each other
 MOST_ROWS, MOST_SLOTS = 48, 8  # of a launch; routed experts of a row
 LOG2_E = 1.4426950408889634
 WARP, GROUP_PAIRS = (1, 2, 4, 8, 16), (1, 2, 4, 8)  # lanes of a warp; lanes of one quantisation group
@@ -160,8 +160,8 @@ def make(*, d: int, cluster: int, splits: int, most_slots: int, rounds: int, hc_
     AT_BLOCK, AT_TOTAL = AT_WARP + 4 * TOTALS * WARPS, AT_WARP + 4 * TOTALS * (WARPS + 1)
 
     @kernel(
-        threads=THREADS, grid=(cluster * splits * ROWS_AT_ONCE,), shared=AT_TOTAL + 4 * TOTALS, cluster=cluster,
-        name=f"seam_{d}",
+        threads=THREADS, grid=(cluster * splits * ROWS_AT_ONCE,), shared=AT_TOTAL + 4 * TOTALS, min_blocks=2,
+        cluster=cluster, name=f"seam_{d}",
     )  # fmt: skip
     def seam(
         parts: s64, slots: s32, last: s64, streams: s64, streams_out: s64, sums_in: s64, scale: s64, base: s64, fn: s64,

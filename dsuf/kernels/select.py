@@ -23,7 +23,7 @@ Reference: dsuf.ops.index.largest, candidate_mask. Bytes: n / 8 values and 8 k; 
 instructions a thread has beside its values: 256 threads a row take less time than 1,024.
 
     hand-off                       who writes   who waits    reused
-    keys, bins, found, counts      the block    the block    next pass or stage, after its barrier
+    keys, bins, spans, found       the block    the block    next pass or stage, after its barrier
     list of a stage                the block    the block    the stage after the next
 """
 
@@ -34,7 +34,7 @@ from typing import Any
 from dsuf.kernels.catalogue import Entry, Width
 from dsuf.kernels.lang import Kernel, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
 from dsuf.kernels.latents import MOST_ROWS
-from dsuf.kernels.ptx.convert import as_float, count_leading_zeros, popc
+from dsuf.kernels.ptx.convert import as_float, count_leading_zeros
 from dsuf.kernels.ptx.memory import (
     atom_add_shared,
     ldg_u32,
@@ -47,7 +47,6 @@ from dsuf.kernels.ptx.memory import (
     sts_u32x4,
 )
 from dsuf.kernels.ptx.sync import (
-    ballot,
     block_index,
     let_next_kernel_start,
     shuffle_up_u32,
@@ -70,11 +69,10 @@ BINS_OF_THREAD = BINS // THREADS
 FIRST, FORCED = 0x7FFFFFFF, 0xFFFFFFFF  # bits that are no number, and their key: above all others
 AT_LIST = 4 * MOST_RUNS
 AT_BINS = AT_LIST + 8 * MOST_WANTED
-AT_COUNTS = AT_BINS + 4 * BINS  # of each warp in each round of 256 keys
-AT_WARPS = AT_COUNTS + 4 * (MOST_RUNS // 32)
+AT_SPANS = AT_BINS + 4 * BINS
+AT_WARPS = AT_SPANS + 8 * WARPS
 AT_FOUND = AT_WARPS + 4 * WARPS
 SHARED = AT_FOUND + 16
-COUNTS = MOST_RUNS // 32 // THREADS  # of a thread
 
 
 @inline
@@ -199,12 +197,12 @@ def make() -> Kernel:
                     least = warp_min_u32(least)
                     most = warp_max_u32(most)
                     if lane == 0:
-                        sts_u32(uint32(sm + AT_COUNTS + 4 * warp), least)
-                        sts_u32(uint32(sm + AT_COUNTS + 4 * (WARPS + warp)), most)
+                        sts_u32(uint32(sm + AT_SPANS + 4 * warp), least)
+                        sts_u32(uint32(sm + AT_SPANS + 4 * (WARPS + warp)), most)
                     sync_threads()
                     for j in unroll(0, WARPS, 4):
-                        four = lds_u32x4(uint32(sm + AT_COUNTS + 4 * j))
-                        top = lds_u32x4(uint32(sm + AT_COUNTS + 4 * (WARPS + j)))
+                        four = lds_u32x4(uint32(sm + AT_SPANS + 4 * j))
+                        top = lds_u32x4(uint32(sm + AT_SPANS + 4 * (WARPS + j)))
                         for i in unroll(4):
                             least = uint32(min(least, four[i]))
                             most = uint32(max(most, top[i]))
@@ -252,60 +250,47 @@ def make() -> Kernel:
                             above_shift = span_shift
                             span_shift = int32(max(span_shift - DIGIT, 0) if going > 0 else span_shift)
                             sync_threads()
-                    # counts of each warp in each round of 256 keys: those above the bound's bin, and those in it
-                    for start in range(0, m, THREADS):
-                        i = int32(start + tid)
-                        key = uint32(0)
-                        if i < m:
-                            key = lds_u32(uint32(sm + 4 * i))
-                        in_bin = key >= bound and (uint32(key - bound) >> span_shift) == 0
-                        is_above = ballot(uint32(1 if key >= bound and not in_bin else 0))
-                        is_equal = ballot(uint32(1 if in_bin else 0))
-                        if lane == 0:
-                            both = uint32(popc(is_above) << 16 | popc(is_equal))
-                            sts_u32(uint32(sm + AT_COUNTS + ((start >> 5) + warp) * 4), both)
-                    sync_threads()
-                    counts = regs(COUNTS, uint32(0))
-                    count = uint32(0)
-                    for j in unroll(COUNTS):
-                        if COUNTS * tid + j < (m + THREADS - 1) // THREADS * WARPS:
-                            counts[j] = lds_u32(uint32(sm + AT_COUNTS + 4 * (COUNTS * tid + j)))
-                        count = uint32(count + counts[j])
-                    count = sum_before(count, sm, lane, warp)
-                    for j in unroll(COUNTS):
-                        sts_u32(uint32(sm + AT_COUNTS + 4 * (COUNTS * tid + j)), count)
-                        count = uint32(count + counts[j])
-                    sync_threads()
-                for start in range(0, m, THREADS):
-                    i = int32(start + tid)
-                    taken = i < m
-                    place = i
+                # a thread writes the indices of a run of neighbours, behind those of the threads before it
+                own = int32((m + 4 * THREADS - 1) // (4 * THREADS) * 4)
+                above = int32(0)
+                here = int32(0)
+                if m > wanted:
+                    for i in range(own * tid, min(own * tid + own, m), 4):
+                        four = lds_u32x4(uint32(sm + 4 * i))
+                        for e in unroll(4):
+                            at_least = four[e] >= bound
+                            in_bin = at_least and (uint32(four[e] - bound) >> span_shift) == 0
+                            here = int32(here + (1 if in_bin else 0))
+                            above = int32(above + (1 if at_least and not in_bin else 0))
+                    both = sum_before(uint32(above << 16 | here), sm, lane, warp)
+                    above = int32(both >> 16)
+                    here = int32(both & 0xFFFF)
+                for i in range(own * tid, min(own * tid + own, m), 4):
+                    four = (uint32(0), uint32(0), uint32(0), uint32(0))
                     if m > wanted:
-                        key = uint32(0)
-                        if i < m:
-                            key = lds_u32(uint32(sm + 4 * i))
-                        in_bin = key >= bound and (uint32(key - bound) >> span_shift) == 0
-                        is_above = ballot(uint32(1 if key >= bound and not in_bin else 0))
-                        is_equal = ballot(uint32(1 if in_bin else 0))
-                        count = lds_u32(uint32(sm + AT_COUNTS + ((start >> 5) + warp) * 4))
-                        below = uint32((uint32(1) << lane) - 1)
-                        equal_before = int32(int32(count & 0xFFFF) + int32(popc(is_equal & below)))
-                        above_before = int32(int32(count >> 16) + int32(popc(is_above & below)))
-                        place = int32(above_before + min(equal_before, equal))
-                        taken = (key >= bound and not in_bin) or (in_bin and equal_before < equal)
-                    if taken:
-                        at = i
-                        if listed:
-                            at = int32((int32(lds_u32(uint32(before + 4 * (i >> fan)))) << fan) + (i & (1 << fan) - 1))
-                        if stage == 4:
-                            stg_u32(blocks_out + (row * blocks_kept + place) * 4, uint32(at))
-                        if stage == 2:
-                            if candidates != 0:
-                                entry = int32(ldg_u32(candidates + (row * kept + (at >> block_shift)) * 4))
-                                at = int32((entry << block_shift) + (at & block - 1))
-                            stg_u32(out + (row * k + place) * 4, uint32(at))
-                        if not last:
-                            sts_u32(uint32(after + 4 * place), uint32(at))
+                        four = lds_u32x4(uint32(sm + 4 * i))
+                    at = i
+                    if listed:
+                        at = int32((int32(lds_u32(uint32(before + 4 * (i >> fan)))) << fan) + (i & (1 << fan) - 1))
+                    index = at
+                    if stage == 2 and candidates != 0:
+                        entry = int32(ldg_u32(candidates + (row * kept + (at >> block_shift)) * 4))
+                        index = int32((entry << block_shift) + (at & block - 1))
+                    for e in unroll(4):
+                        at_least = four[e] >= bound
+                        in_bin = at_least and (uint32(four[e] - bound) >> span_shift) == 0
+                        is_above = at_least and not in_bin
+                        place = int32(above + min(here, equal) if m > wanted else i + e)
+                        taken = is_above or (in_bin and here < equal) if m > wanted else i + e < m
+                        here = int32(here + (1 if in_bin else 0))
+                        above = int32(above + (1 if is_above else 0))
+                        if taken:
+                            if stage == 4:
+                                stg_u32(blocks_out + (row * blocks_kept + place) * 4, uint32(at + e))
+                            if stage == 2:
+                                stg_u32(out + (row * k + place) * 4, uint32(index + e))
+                            if not last:
+                                sts_u32(uint32(after + 4 * place), uint32(at + e))
                 held = int32(min(m, wanted))
                 if tid == 0 and last:
                     if stage == 2:

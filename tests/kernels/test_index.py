@@ -67,7 +67,7 @@ class Case:
         outs = [np.full((rows, size), np.nan, np.float32) for size in sizes]
         flat = [a.reshape(len(a), -1) for a in (self.codes, self.scales)]
         page = np.ascontiguousarray(np.concatenate(flat, axis=1))
-        kernel = family.make_scores(heads=self.heads, di=self.di)
+        kernel = family.make_scores(heads=self.heads, di=self.di, warps=4)
         execute(kernel, [self.q, self.weights, self.pages, self.pages.shape[1], page,
                          page.ctypes.data + flat[0].shape[1], page.shape[1], self.sequence, self.position,
                          self.ratio - 1, candidates if mapped else 0, candidates.shape[1] if mapped else 0,
