@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 from dsuf.text.tokenizer import v41_tokenizer_json
+from tests.support.installed import installed_once, run
 
 VERSION = "0.13.0"
 INSTALL_S, RUN_S = 1500, 240
 
 
 def installed() -> Path:
-    """Its program, installed on first use (1.2 GB in the user's cache folder)."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsuf-tests"
-    folder = base / f"aiperf-{VERSION}-{sys.version_info[0]}.{sys.version_info[1]}"
-    base.mkdir(parents=True, exist_ok=True)
-    with (base / "aiperf.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "ready").exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=INSTALL_S)
-            pip = [folder / "bin" / "pip", "install", "-q", f"aiperf=={VERSION}"]
-            done = subprocess.run(pip, capture_output=True, text=True, timeout=INSTALL_S)
-            assert done.returncode == 0, done.stderr[-3000:]
-            (folder / "ready").touch()
-    return folder / "bin" / "aiperf"
+    """Its program (1.2 GB)."""
+
+    def install(folder: Path) -> None:
+        run([sys.executable, "-m", "venv", folder], timeout=INSTALL_S)
+        run([folder / "bin" / "pip", "install", "-q", f"aiperf=={VERSION}"], timeout=INSTALL_S)
+
+    python = "{}.{}".format(*sys.version_info)
+    return installed_once(f"aiperf-{VERSION}-{python}", install) / "bin" / "aiperf"
 
 
 def run_aiperf(url: str, folder: Path, *flags: str) -> tuple[dict, dict]:

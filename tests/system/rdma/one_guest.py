@@ -52,7 +52,7 @@ async def check_both_ports_are_found_with_their_ipv4_addresses(given: Given, not
 
 
 async def check_64_megabytes_arrive_scattered_and_whole(given: Given, notes: list[str]) -> None:
-    slots = list(range(given.arena.slots))
+    slots = given.slots
     scattered = slots.copy()
     random.Random(1).shuffle(scattered)
     started_s = time.perf_counter()
@@ -178,13 +178,10 @@ async def check_another_peer_cannot_open_the_lease(given: Given, notes: list[str
 
 
 async def check_nothing_arrives_after_an_abort(given: Given, notes: list[str]) -> None:
-    link = await given.link()
-    slots = list(range(given.arena.slots))
+    link, slots = await given.link(), given.slots
     _, ticket = await given.lease(slots)
-    given.arena.view[:] = bytes(given.arena.nbytes)
     with few_posted():
-        reading = asyncio.create_task(link.read(ticket, slot_reads(slots, slots)))
-        await until(lambda: given.arrived() > 0)
+        reading = await given.under_way(link, ticket)
         reading.cancel()
         with suppress(asyncio.CancelledError):
             await reading
@@ -230,13 +227,10 @@ async def check_a_port_that_goes_down_and_comes_back_is_noticed(given: Given, no
 
 
 async def check_an_owner_killed_mid_read_is_noticed_within_four_seconds(given: Given, notes: list[str]) -> None:
-    link = await given.link()
-    slots = list(range(given.arena.slots))
+    link, slots = await given.link(), given.slots
     _, ticket = await given.lease(slots)
-    given.arena.view[:] = bytes(given.arena.nbytes)
     with few_posted():
-        reading = asyncio.create_task(link.read(ticket, slot_reads(slots, slots)))
-        await until(lambda: given.arrived() > 0)
+        reading = await given.under_way(link, ticket)
         await given.owner.call("die")
         died_s = time.perf_counter()
         with refused("did not answer"):

@@ -37,6 +37,18 @@ class Given:
             for start in starts
         )
 
+    @property
+    def slots(self) -> list[int]:
+        """All slots of the owner's arena, which is as large as ours."""
+        return list(range(self.arena.slots))
+
+    async def under_way(self, link: RdmaLink, ticket: bytes) -> asyncio.Task[None]:
+        """A read of all slots into our emptied arena, of which the first bytes have come."""
+        self.arena.view[:] = bytes(self.arena.nbytes)
+        reading = asyncio.create_task(link.read(ticket, slot_reads(self.slots, self.slots)))
+        await until(lambda: self.arrived() > 0)
+        return reading
+
     async def new_link_works(self) -> None:
         """A small read over a fresh link."""
         link = await self.link()

@@ -39,7 +39,7 @@ def _packets() -> list[int]:
 
 async def _read_all(given: Given) -> tuple[float, int]:
     """(seconds that a read of everything took over a new link, rails it lost); what came is compared."""
-    slots = list(range(given.arena.slots))
+    slots = given.slots
     given.arena.view[:] = bytes(given.arena.nbytes)
     link = await given.link()
     lease, ticket = await given.lease(slots)
@@ -73,28 +73,22 @@ async def check_a_port_lost_at_the_reader_mid_read_costs_nothing_but_time(given:
 
 async def check_a_reader_that_is_late_is_cut_off_mid_read(given: Given, notes: list[str]) -> None:
     link = await given.link()
-    slots = list(range(given.arena.slots))
-    lease, ticket = await given.lease(slots)
-    given.arena.view[:] = bytes(given.arena.nbytes)
-    reading = asyncio.create_task(link.read(ticket, slot_reads(slots, slots)))
-    await until(lambda: given.arrived() > 0)
+    lease, ticket = await given.lease(given.slots)
+    reading = await given.under_way(link, ticket)
     started_s = time.perf_counter()
     await given.owner.call("revoke", lease)
     with refused("refused the key or the range"):
         await reading
     notes.append(f"refused {(time.perf_counter() - started_s) * 1e3:.0f} ms after the lease was over")
-    assert 0 < given.arrived() < len(slots)
+    assert 0 < given.arrived() < given.arena.slots
     await link.close()
 
 
 async def check_a_reader_whose_control_connection_ended_is_cut_off_mid_read(given: Given, notes: list[str]) -> None:
     other = await RemoteOwner.connect(HOST)
     link = await given.transport.link(other)
-    slots = list(range(given.arena.slots))
     _, ticket = await other.expose([(0, given.arena.slots * SLOT_BYTES)])
-    given.arena.view[:] = bytes(given.arena.nbytes)
-    reading = asyncio.create_task(link.read(ticket, slot_reads(slots, slots)))
-    await until(lambda: given.arrived() > 0)
+    reading = await given.under_way(link, ticket)
     started_s = time.perf_counter()
     other.close()
     with refused("the owner"):
@@ -108,11 +102,8 @@ async def check_an_owner_whose_machine_dies_mid_read_is_noticed_within_four_seco
     given: Given, notes: list[str]
 ) -> None:
     link = await given.link()
-    slots = list(range(given.arena.slots))
-    _, ticket = await given.lease(slots)
-    given.arena.view[:] = bytes(given.arena.nbytes)
-    reading = asyncio.create_task(link.read(ticket, slot_reads(slots, slots)))
-    await until(lambda: given.arrived() > 0)
+    _, ticket = await given.lease(given.slots)
+    reading = await given.under_way(link, ticket)
     started_s = time.perf_counter()
     await given.owner.call("reset")
     with refused("did not answer"):
