@@ -28,7 +28,6 @@ from dsuf.kernels.gemm import (
     Ring,
     copy_of,
     group_barrier,
-    hand_over,
     multiply,
     produce,
     products,
@@ -37,6 +36,7 @@ from dsuf.kernels.gemm import (
 )
 from dsuf.kernels.gemm_tensor import WEIGHT_TILE, end_tensor, multiply_tensor, start_tensor, turn_tensor
 from dsuf.kernels.lang import Kernel, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
+from dsuf.kernels.ptx.copy import mbarrier_wait
 from dsuf.kernels.ptx.fragments import quotient
 from dsuf.kernels.ptx.memory import lds_u32x4, shared_base, stg_u32x4, sts_f32
 from dsuf.kernels.ptx.op import ALL_CHIPS, BLACKWELL
@@ -60,7 +60,7 @@ MARGIN, WORST = 400, 0x3FFFFFF
 
 
 @inline
-def best_columns(rows: Any, across: Any, steps: Any, blocks: Any, most: Any, least: Any, lane: Any) -> Any:
+def best_columns(rows: Any, across: Any, steps: Any, blocks: Any, most: Any, least: Any, grain: Any, lane: Any) -> Any:
     """Activation rows of a tile, a multiple of 8 up to `most`, for which the blocks finish first; a lane a candidate.
 
     A tile takes as long as its rows, but not less than turning 64 columns of weights to bf16, and MARGIN for its ends.
@@ -68,7 +68,7 @@ def best_columns(rows: Any, across: Any, steps: Any, blocks: Any, most: Any, lea
     columns = int32(8 * (lane + 1))
     turns = quotient(int32(quotient(int32(rows + columns - 1), columns) * across + blocks - 1), blocks)
     cost = int32(min(turns * (max(columns, least) * steps + MARGIN), WORST))
-    cost = int32(cost if columns >= 16 and columns <= most else WORST)
+    cost = int32(cost if columns >= 16 and columns <= most and (columns & (grain - 1)) == 0 else WORST)
     picked = warp_min_u32(uint32(cost * 32 + 31 - lane))
     return int32(8 * (32 - (picked & 31)))
 
@@ -133,7 +133,17 @@ def store_f32(
 
 
 def make(
-    *, kind: str, wide: bool, most: int, stages: int, span: int, chip: str, lag: int = 2, least: int = 64
+    *,
+    kind: str,
+    wide: bool,
+    most: int,
+    stages: int,
+    span: int,
+    chip: str,
+    least: int = 64,
+    pace: int = 0,
+    grain: int = 8,
+    fence: bool = True,
 ) -> Kernel:
     """wide: float32 outputs; most: rows of x in a tile, a multiple of 64 up to 256; span: tiles beside each other."""
     WEIGHTS = FP8 if kind == "fp8" else BF16
@@ -141,16 +151,16 @@ def make(
     TENSOR = chip in BLACKWELL
     STAGES, TILES = (min(stages, 4), 2 * WEIGHT_TILE) if TENSOR else (stages, 0)
     RING = Ring.of(WEIGHTS, most, STAGES, 2 * TURNING + TILES)
-    READERS, LAG = (1, 0) if TENSOR else (8, min(lag, stages - 2))
+    READERS = 1 if TENSOR else 8
     BYTES = 4 if wide else 2
-    pair, zero, finish = products(most)
+    pair, zero, finish = products(most, grain)
 
     @kernel(threads=THREADS, grid=(SM_COUNT,), shared=RING.size, name=f"dense_{kind}_{most}_s{stages}_g{span}")
     def dense(w: s64, x: s64, y: s64, rows: s32, n: s32, k: s32, groups: s32, chunk: s32) -> None:
         tid = int32(thread_index())
         sm = shared_base()
         if tid == 0:
-            start_barriers(uint32(sm + RING.bars), STAGES, READERS, LAG)
+            start_barriers(uint32(sm + RING.bars), STAGES, READERS, pace)
         if TENSOR:
             tensor = start_tensor(RING, sm, tid)
         else:
@@ -161,7 +171,7 @@ def make(
         steps = int32(k >> 6)
         across = int32((n + 127) >> 7)
         blocks = int32(block_count())
-        columns = best_columns(rows, int32(across * groups), steps, blocks, most, least, int32(tid & 31))
+        columns = best_columns(rows, int32(across * groups), steps, blocks, most, least, grain, int32(tid & 31))
         down = quotient(int32(rows + columns - 1), columns)
         tiles = int32(down * across * groups)
         number = int32(block_index())
@@ -177,7 +187,6 @@ def make(
             pitch = int32(k * groups * 2)
             offsets = regs(most // 16)
             mine, _ = copy_of(tid, WEIGHTS)
-            owed = int32(0)
             while number < tiles:
                 row, group, place = tile_of(number, down, across, groups, span)
                 row = int32(row * columns)
@@ -189,12 +198,9 @@ def make(
                     base = base + chunk * (WEIGHTS.codes // 64)
                 source = x + (int64(group) * k * 2 + (tid & 7) * 16)
                 pieces = int32((columns + 15) >> 4)
-                stage, phase, owed = produce(RING, WEIGHTS, sm, tid, steps, shift, source, offsets, pieces, base,
-                                             chunk_bytes, scale_bytes, stage, phase, LAG, owed)  # fmt: skip
+                stage, phase = produce(RING, WEIGHTS, sm, tid, steps, shift, source, offsets, pieces, base,
+                                             chunk_bytes, scale_bytes, stage, phase)  # fmt: skip
                 number = int32(number + blocks)
-            for back in unroll(LAG, 0, -1):
-                if back <= owed:
-                    hand_over(RING, sm, tid, stage, phase, back)
         else:
             lane = int32(tid & 31)
             warp = int32((tid >> 5) - 4)
@@ -219,9 +225,14 @@ def make(
                         stage, phase, count, finished,
                     )  # fmt: skip
                 else:
+                    fresh = int32(1 if number == block_index() else 0)
+                    if pace > 0:  # noqa: SIM102
+                        if crew == 1 and fresh == 1:
+                            mbarrier_wait(uint32(sm + RING.bars + 16 * STAGES), uint32(0))
                     acc, stage, phase = multiply(
-                        RING, WEIGHTS, pair, zero, finish, sm, warp, lane, columns, steps, shift, stage, phase
-                    )
+                        RING, WEIGHTS, pair, zero, finish, sm, warp, lane, columns, steps, shift, stage, phase, fence,
+                        pace, int32(fresh if crew == 0 else 0),
+                    )  # fmt: skip
                 first = int32(place * TILE_ROWS + crew * 64)
                 to = y + (int64(row) * pitch + group * n + first) * BYTES
                 left = int32(min(columns, rows - row))
@@ -249,6 +260,6 @@ def entries(width: Width) -> list[Entry]:
 
 
 SHAPES = {
-    "fp8": {"wide": False, "most": 256, "stages": 5, "span": 8},
-    "bf16": {"wide": True, "most": 128, "stages": 4, "span": 16},
+    "fp8": {"wide": False, "most": 256, "stages": 5, "span": 8, "grain": 256},
+    "bf16": {"wide": True, "most": 128, "stages": 4, "span": 16, "grain": 128},
 }

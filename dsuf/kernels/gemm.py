@@ -41,9 +41,9 @@ from dsuf.kernels.ptx.fragments import (
     fp8x16_bf16,
     opaque_address,
 )
-from dsuf.kernels.ptx.memory import lds_u16, lds_u32x4
+from dsuf.kernels.ptx.memory import lds_u8, lds_u32x2, lds_u32x4
 from dsuf.kernels.ptx.mma import stmatrix_x4_trans
-from dsuf.kernels.ptx.sync import sync_named, sync_warp
+from dsuf.kernels.ptx.sync import sync_named
 from dsuf.kernels.ptx.wgmma import (
     SWIZZLED_TILE,
     wgmma_wait,
@@ -103,13 +103,13 @@ def product_column(c: Any) -> Any:
 
 
 @inline
-def start_barriers(bar: Any, stages: Any, readers: Any, lag: Any) -> None:
-    """One thread: `full` barriers, `empty` ones (`readers` arrivals), and where the producer lags `landed` ones."""
+def start_barriers(bar: Any, stages: Any, readers: Any, pace: Any) -> None:
+    """One thread: `full` barriers (128 threads' copies and one expectation), then `empty` ones (`readers` arrivals)."""
     for s in unroll(stages):
-        mbarrier_init(uint32(bar + 8 * s), uint32(1 if lag > 0 else 129))
+        mbarrier_init(uint32(bar + 8 * s), uint32(129))
         mbarrier_init(uint32(bar + 8 * (stages + s)), uint32(readers))
-        if lag > 0:
-            mbarrier_init(uint32(bar + 8 * (2 * stages + s)), uint32(129))
+    if pace > 0:
+        mbarrier_init(uint32(bar + 16 * stages), uint32(4))
     fence_async()
 
 
@@ -123,7 +123,7 @@ def copy_of(tid: Any, weights: Any) -> Any:
 @inline
 def produce(
     ring: Any, weights: Any, sm: Any, tid: Any, steps: Any, shift: Any, source: Any, offsets: Any, pieces: Any,
-    base: Any, chunk_bytes: Any, scale_bytes: Any, stage: Any, phase: Any, lag: Any, owed: Any,
+    base: Any, chunk_bytes: Any, scale_bytes: Any, stage: Any, phase: Any,
 ) -> Any:  # fmt: skip
     """The producer warpgroup fills `steps` stages; returns the next stage and its phase.
 
@@ -142,7 +142,7 @@ def produce(
     k = int32(0)
     while k < steps:
         mbarrier_wait(uint32(bar + 8 * (ring.stages + stage)), uint32(phase ^ 1))
-        full = uint32(bar + 8 * (stage + (2 * ring.stages if lag > 0 else 0)))
+        full = uint32(bar + 8 * stage)
         if tid == 0:
             mbarrier_expect(full, uint32(PARTS * weights.codes + PARTS * scale_bytes))
         if copies == 1:
@@ -155,27 +155,9 @@ def produce(
                 async_load16(uint32(to + i * 2048), at + int64(offsets[i]))
         async_arrive(full)
         at = opaque_address(at + 128)
-        if lag > 0:
-            if owed == lag:
-                hand_over(ring, sm, tid, stage, phase, lag)
-            else:
-                owed = int32(owed + 1)
         stage, phase = next_stage(stage, phase, ring.stages)
         k = int32(k + 1)
-    return stage, phase, owed
-
-
-@inline
-def hand_over(ring: Any, sm: Any, tid: Any, stage: Any, phase: Any, back: Any) -> None:
-    """Open the stage `back` before this one to the multiplying warps, once its copies have landed."""
-    bar = uint32(sm + ring.bars)
-    before = int32(stage - back + (ring.stages if stage < back else 0))
-    if tid >> 5 == 3:
-        if tid & 31 == 0:
-            mbarrier_wait(uint32(bar + 8 * (2 * ring.stages + before)), uint32(phase ^ (1 if stage < back else 0)))
-            fence_async()
-            mbarrier_arrive(uint32(bar + 8 * before))
-        sync_warp()
+    return stage, phase
 
 
 @inline
@@ -186,35 +168,21 @@ def next_stage(stage: Any, phase: Any, stages: Any) -> Any:
 
 
 @inline
-def packed_stage(weights: Any, codes: Any, scales: Any, group: Any, wide: Any, lane: Any) -> Any:
-    """What a lane needs of a stage's 64 columns of this warp's packed tile: 8 words of codes, two words of scales.
+def fragments(weights: Any, half: Any, codes: Any, scales: Any, group: Any, wide: Any, lane: Any) -> Any:
+    """Eight A registers of 32 columns: those of `half` of a stage, whose first group of 32 in its chunk is `group`.
 
-    codes and scales are the tile's shared addresses, `group` its first group of 32 in its chunk, which has `wide`.
+    codes and scales are the shared addresses of this warp's packed tile; wide: groups of a chunk. The loads stand here
+    so that the conversion cannot be moved before the products that it has to run beside.
     """
-    raw = regs(10, uint32(0))
-    if weights.name == "fp8":
-        raw[0:4] = lds_u32x4(uint32(codes + lane * 16))
-        raw[4:8] = lds_u32x4(uint32(codes + 512 + lane * 16))
-        raw[8] = lds_u16(uint32(scales + group))
-    if weights.name == "fp4" or weights.name == "fp4 nibbles":
-        at = uint32(scales + (lane >> 2) * 2 * wide + group)
-        raw[0:4] = lds_u32x4(uint32(codes + lane * 16))
-        raw[8] = lds_u16(at)
-        raw[9] = lds_u16(uint32(at + wide))
-    return (raw[0], raw[1], raw[2], raw[3], raw[4], raw[5], raw[6], raw[7], raw[8], raw[9])
-
-
-@inline
-def fragments(weights: Any, half: Any, raw: Any, codes: Any, lane: Any) -> Any:
-    """The eight A registers of 32 columns, one half of a stage; bf16 weights come straight from shared memory."""
     a = regs(8)
     if weights.name == "fp8":
-        a = fp8x16_bf16(raw[4 * half : 4 * half + 4], fp8_multiplier[half](raw[8]))
-    if weights.name == "fp4":
-        a = fp4x16_bf16(raw[2 * half : 2 * half + 2], fp4_multiplier[half](raw[8]), fp4_multiplier[half](raw[9]))
-    if weights.name == "fp4 nibbles":
-        even, odd = fp4_multiplier[half](raw[8]), fp4_multiplier[half](raw[9])
-        a = fp4x16_bf16_nibbles(raw[2 * half : 2 * half + 2], even, odd)
+        factor = fp8_multiplier(lds_u8(uint32(scales + group + half)))
+        a = fp8x16_bf16(lds_u32x4(uint32(codes + half * 512 + lane * 16)), factor)
+    if weights.name == "fp4" or weights.name == "fp4 nibbles":
+        at = uint32(scales + (lane >> 2) * 2 * wide + group + half)
+        even, odd = fp4_multiplier(lds_u8(at)), fp4_multiplier(lds_u8(uint32(at + wide)))
+        raw = lds_u32x2(uint32(codes + lane * 16 + half * 8))
+        a = fp4x16_bf16(raw, even, odd) if weights.name == "fp4" else fp4x16_bf16_nibbles(raw, even, odd)
     if weights.name == "bf16":
         a[0:4] = lds_u32x4(uint32(codes + half * 1024 + lane * 16))
         a[4:8] = lds_u32x4(uint32(codes + half * 1024 + 512 + lane * 16))
@@ -224,7 +192,7 @@ def fragments(weights: Any, half: Any, raw: Any, codes: Any, lane: Any) -> Any:
 @inline
 def multiply(
     ring: Any, weights: Any, pair: Any, zero: Any, finish: Any, sm: Any, part: Any, lane: Any, columns: Any, steps: Any,
-    shift: Any, stage: Any, phase: Any,
+    shift: Any, stage: Any, phase: Any, fence: Any, pace: Any, paced: Any,
 ) -> Any:  # fmt: skip
     """A warpgroup's 64 weight rows (packed tile `part` is this warp's) by `columns` activation rows over all steps.
 
@@ -235,38 +203,42 @@ def multiply(
     codes = uint32(sm + ring.codes + part * weights.codes)
     scales = uint32(sm + ring.scales + part * weights.scales)
     wide = int32(2 << shift)
-    raw = regs(10)
     a = regs(8)
     b = regs(8)
     acc = zero()
     before = stage
     mbarrier_wait(uint32(bar + 8 * stage), uint32(phase))
+    if fence:
+        fence_async()
     at = uint32(codes + stage * (PARTS * weights.codes))
-    raw = packed_stage(weights, at, uint32(scales + stage * (PARTS * weights.scales)), int32(0), wide, lane)
-    a = fragments(weights, 0, raw, at, lane)
+    of = uint32(scales + stage * (PARTS * weights.scales))
+    group = int32(0)
+    a = fragments(weights, 0, at, of, group, wide, lane)
     k = int32(0)
     while k < steps:
         rows = int64(SWIZZLED_TILE) + (int64(uint32(sm + stage * (ring.rows * 128))) >> 4)
         acc = pair((a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7]), rows, int32(min(k, 1)), columns, acc)
+        if pace > 0:  # noqa: SIM102
+            if paced == 1 and k == min(pace, steps) - 1 and lane == 0:
+                mbarrier_arrive(uint32(bar + 16 * ring.stages))
         wgmma_wait_but_last()  # the stage before is read
         if k > 0 and lane == 0:
             mbarrier_arrive(uint32(bar + 8 * (ring.stages + before)))
-        b = fragments(weights, 1, raw, at, lane)
+        b = fragments(weights, 1, at, of, group, wide, lane)
         acc = pair((b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7]), rows + 4, int32(1), columns, acc)
         before = stage
         stage, phase = next_stage(stage, phase, ring.stages)
         k = int32(k + 1)
         at = uint32(codes + stage * (PARTS * weights.codes))
+        of = uint32(scales + stage * (PARTS * weights.scales))
+        group = int32((k & ((1 << shift) - 1)) * 2)
         if k < steps:
             mbarrier_wait(uint32(bar + 8 * stage), uint32(phase))
-            raw = packed_stage(weights, at, uint32(scales + stage * (PARTS * weights.scales)),
-                               int32((k & ((1 << shift) - 1)) * 2), wide, lane)  # fmt: skip
+            if fence:
+                fence_async()
         wgmma_wait_but_last()  # the registers of the first half are free
-        if weights.name == "bf16":
-            if k < steps:
-                a = fragments(weights, 0, raw, at, lane)
-        else:  # after the last stage nobody uses them
-            a = fragments(weights, 0, raw, at, lane)
+        if k < steps:
+            a = fragments(weights, 0, at, of, group, wide, lane)
     acc = finish(acc)
     if lane == 0:
         mbarrier_arrive(uint32(bar + 8 * (ring.stages + before)))
@@ -300,6 +272,6 @@ def group_barrier(crew: Any) -> None:
     sync_named(uint32(1 + crew), uint32(128))
 
 
-def products(most: int) -> tuple[Any, Any, Any]:
-    """The operations of tiles of up to `most` activation rows: two products, zero accumulators, wait."""
-    return wgmma_pair(tuple(range(16, most + 1, 8))), zeros(most // 2), wgmma_wait(most // 2)
+def products(most: int, grain: int) -> tuple[Any, Any, Any]:
+    """The operations of tiles of up to `most` activation rows in steps of `grain`: two products, zeros, wait."""
+    return wgmma_pair(tuple(range(max(grain, 16), most + 1, grain))), zeros(most // 2), wgmma_wait(most // 2)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsuf.kernels.gemm import PARTS, fragments, next_stage, packed_stage
+from dsuf.kernels.gemm import PARTS, fragments, next_stage
 from dsuf.kernels.lang import inline, int32, int64, regs, uint32, unroll
 from dsuf.kernels.ptx.convert import as_float, bf16x2
 from dsuf.kernels.ptx.copy import fence_async, mbarrier_init, mbarrier_wait
@@ -89,7 +89,6 @@ def multiply_tensor(
     bar = uint32(sm + ring.bars)
     more = uint32(bar + 16 * ring.stages)
     wide = int32(2 << shift)
-    raw = regs(10)
     a = regs(8)
     product = uint32(BF16_PRODUCT + (((columns + 15) >> 4) << 18))
     k = int32(0)
@@ -97,12 +96,12 @@ def multiply_tensor(
         mbarrier_wait(uint32(bar + 8 * stage), uint32(phase))
         codes = uint32(sm + ring.codes + stage * (PARTS * weights.codes) + part * weights.codes)
         scales = uint32(sm + ring.scales + stage * (PARTS * weights.scales) + part * weights.scales)
-        raw = packed_stage(weights, codes, scales, int32((k & ((1 << shift) - 1)) * 2), wide, lane)
+        group = int32((k & ((1 << shift) - 1)) * 2)
         turn_ = int32(number & 1)
         tile = uint32(tiles + turn_ * WEIGHT_TILE)
         mbarrier_wait(uint32(more + 8 * turn_), uint32(((number >> 1) & 1) ^ 1))
         for half in unroll(2):
-            a = fragments(weights, half, raw, codes, lane)
+            a = fragments(weights, half, codes, scales, group, wide, lane)
             store_fragments(tile, half, part, lane, a)
         fence_async()
         tensor_fence_before()

@@ -30,7 +30,6 @@ from dsuf.kernels.gemm import (
     Ring,
     copy_of,
     group_barrier,
-    hand_over,
     multiply,
     produce,
     products,
@@ -123,14 +122,14 @@ def scatter(tile: Any, t: Any, first: Any, left: Any, order: Any, y: Any, d: Any
             stg_u32x4(y + (pair * d + n + piece * 8) * 2, lds_u32x4(uint32(at + i * 2048)))
 
 
-def make_gate_up(*, most: int, stages: int, chip: str, lag: int = 2) -> Kernel:
+def make_gate_up(*, most: int, stages: int, chip: str, grain: int = 8, fence: bool = True, pace: int = 0) -> Kernel:
     """most: rows of a tile, a multiple of 64 up to 256."""
     TENSOR = chip in BLACKWELL
     WEIGHTS = FP4_NIBBLES if TENSOR else FP4
     STAGES_, TILES = (min(stages, 4), 2 * WEIGHT_TILE) if TENSOR else (stages, 0)
     RING = Ring.of(WEIGHTS, most, STAGES_, TILES + 2 * TURN + PLAN_BYTES)
-    READERS, LAG = (1, 0) if TENSOR else (8, min(lag, stages - 2))
-    pair, zero, finish = products(most)
+    READERS = 1 if TENSOR else 8
+    pair, zero, finish = products(most, grain)
 
     @kernel(threads=THREADS, grid=(SM_COUNT,), shared=RING.size, name=f"grouped_gate_up_{most}_s{stages}")
     def gate_up(
@@ -141,7 +140,7 @@ def make_gate_up(*, most: int, stages: int, chip: str, lag: int = 2) -> Kernel:
         sm = shared_base()
         plan = uint32(sm + RING.rest + TILES + 2 * TURN)
         if tid == 0:
-            start_barriers(uint32(sm + RING.bars), STAGES_, READERS, LAG)
+            start_barriers(uint32(sm + RING.bars), STAGES_, READERS, 0)
         if TENSOR:
             tensor = start_tensor(RING, sm, tid)
         wait_for_previous_kernel()
@@ -163,7 +162,6 @@ def make_gate_up(*, most: int, stages: int, chip: str, lag: int = 2) -> Kernel:
             last = int32((i >> 5) - 1)
             rows = regs(most // 16)
             mine, _ = copy_of(tid, WEIGHTS)
-            owed = int32(0)
             while number < tiles:
                 job = quotient(number, across)
                 place = int32(number - job * across)
@@ -177,12 +175,9 @@ def make_gate_up(*, most: int, stages: int, chip: str, lag: int = 2) -> Kernel:
                     base = base + chunk * 8
                 source = x + (tid & 7) * 16
                 pieces = int32((count + 15) >> 4)
-                stage, phase, owed = produce(RING, WEIGHTS, sm, tid, steps, shift, source, rows, pieces, base,
-                                       int32(4 * size), scale_bytes, stage, phase, LAG, owed)  # fmt: skip
+                stage, phase = produce(RING, WEIGHTS, sm, tid, steps, shift, source, rows, pieces, base,
+                                       int32(4 * size), scale_bytes, stage, phase)  # fmt: skip
                 number = int32(number + block_count())
-            for back in unroll(LAG, 0, -1):
-                if back <= owed:
-                    hand_over(RING, sm, tid, stage, phase, back)
         else:
             number = int32(block_index())
             lane = int32(tid & 31)
@@ -208,7 +203,22 @@ def make_gate_up(*, most: int, stages: int, chip: str, lag: int = 2) -> Kernel:
                     )  # fmt: skip
                 else:
                     acc, stage, phase = multiply(
-                        RING, WEIGHTS, pair, zero, finish, sm, warp, lane, count, steps, shift, stage, phase
+                        RING,
+                        WEIGHTS,
+                        pair,
+                        zero,
+                        finish,
+                        sm,
+                        warp,
+                        lane,
+                        count,
+                        steps,
+                        shift,
+                        stage,
+                        phase,
+                        fence,
+                        0,
+                        0,
                     )
                 for q in unroll(0, most, 64):
                     if q < count:
@@ -226,14 +236,14 @@ def make_gate_up(*, most: int, stages: int, chip: str, lag: int = 2) -> Kernel:
     return gate_up
 
 
-def make_down(*, most: int, stages: int, chip: str, lag: int = 2) -> Kernel:
+def make_down(*, most: int, stages: int, chip: str, grain: int = 8, fence: bool = True, pace: int = 0) -> Kernel:
     """The same for the second product."""
     TENSOR = chip in BLACKWELL
     WEIGHTS = FP4_NIBBLES if TENSOR else FP4
     STAGES_, TILES = (min(stages, 4), 2 * WEIGHT_TILE) if TENSOR else (stages, 0)
     RING = Ring.of(WEIGHTS, most, STAGES_, TILES + 2 * TURN + PLAN_BYTES)
-    READERS, LAG = (1, 0) if TENSOR else (8, min(lag, stages - 2))
-    pair, zero, finish = products(most)
+    READERS = 1 if TENSOR else 8
+    pair, zero, finish = products(most, grain)
 
     @kernel(threads=THREADS, grid=(SM_COUNT,), shared=RING.size, name=f"grouped_down_{most}_s{stages}")
     def down(
@@ -243,7 +253,7 @@ def make_down(*, most: int, stages: int, chip: str, lag: int = 2) -> Kernel:
         sm = shared_base()
         plan = uint32(sm + RING.rest + TILES + 2 * TURN)
         if tid == 0:
-            start_barriers(uint32(sm + RING.bars), STAGES_, READERS, LAG)
+            start_barriers(uint32(sm + RING.bars), STAGES_, READERS, 0)
         if TENSOR:
             tensor = start_tensor(RING, sm, tid)
         wait_for_previous_kernel()
@@ -265,7 +275,6 @@ def make_down(*, most: int, stages: int, chip: str, lag: int = 2) -> Kernel:
             last = int32((d >> 4) - 1)
             rows = regs(most // 16)
             mine, _ = copy_of(tid, WEIGHTS)
-            owed = int32(0)
             while number < tiles:
                 job = quotient(number, across)
                 place = int32(number - job * across)
@@ -278,12 +287,9 @@ def make_down(*, most: int, stages: int, chip: str, lag: int = 2) -> Kernel:
                     base = base + chunk * 8
                 source = h + (tid & 7) * 16
                 pieces = int32((count + 15) >> 4)
-                stage, phase, owed = produce(RING, WEIGHTS, sm, tid, steps, shift, source, rows, pieces, base, size,
-                                       scale_bytes, stage, phase, LAG, owed)  # fmt: skip
+                stage, phase = produce(RING, WEIGHTS, sm, tid, steps, shift, source, rows, pieces, base, size,
+                                       scale_bytes, stage, phase)  # fmt: skip
                 number = int32(number + block_count())
-            for back in unroll(LAG, 0, -1):
-                if back <= owed:
-                    hand_over(RING, sm, tid, stage, phase, back)
         else:
             number = int32(block_index())
             lane = int32(tid & 31)
@@ -309,7 +315,22 @@ def make_down(*, most: int, stages: int, chip: str, lag: int = 2) -> Kernel:
                     )  # fmt: skip
                 else:
                     acc, stage, phase = multiply(
-                        RING, WEIGHTS, pair, zero, finish, sm, warp, lane, count, steps, shift, stage, phase
+                        RING,
+                        WEIGHTS,
+                        pair,
+                        zero,
+                        finish,
+                        sm,
+                        warp,
+                        lane,
+                        count,
+                        steps,
+                        shift,
+                        stage,
+                        phase,
+                        fence,
+                        0,
+                        0,
                     )
                 for q in unroll(0, most, 64):
                     if q < count:

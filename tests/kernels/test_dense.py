@@ -12,7 +12,7 @@ from dsuf.ops.product import grouped_product, product
 from tests.kernels.helpers import BF16_STEP, assert_near, bf16, execute, fp8_weight, q8_rows, values
 
 ORDER = np.array([8 * t + 4 * m + 2 * h + j for m in (0, 1) for h in (0, 1) for t in range(4) for j in (0, 1)])
-SMALL = {"wide": False, "most": 64, "stages": 3, "span": 2, "chip": "sm_90a"}
+SMALL = {"wide": False, "most": 64, "stages": 3, "span": 2, "chip": "sm_90a", "pace": 2}
 CHIPS = ("sm_90a", "sm_103a")
 
 

@@ -19,18 +19,16 @@ FP8_SHIFT, FP4_SHIFT = 120, 126
 PAIR = 0x00800080  # an exponent in both halves
 
 
-def _multiplier(name: str, byte: int, shift: int) -> Op:
-    def twin(scales: Any) -> Any:
-        return ((u32(scales) >> np.uint32(8 * byte) & np.uint32(255)).astype(np.int64) + shift) * PAIR
+def _multiplier(name: str, shift: int) -> Op:
+    def twin(exponent: Any) -> Any:
+        return (np.asarray(exponent, np.int64) + shift) * PAIR
 
-    twin.__name__ = f"{name}_multiplier_{byte}"
-    text = f"{{.reg .b32 t; bfe.u32 t, <0>, {8 * byte}, 8; mad.lo.u32 <d>, t, {PAIR}, {shift * PAIR};}}"
-    return ptx("u32 = u32", text, pure=True)(twin)
+    twin.__name__ = name
+    return ptx("u32 = u32", f"mad.lo.u32 <d>, <0>, {PAIR}, {shift * PAIR};", pure=True)(twin)
 
 
-# byte i of a word of exponents as the multiplier of weights
-fp8_multiplier = tuple(_multiplier("fp8", i, FP8_SHIFT) for i in range(2))
-fp4_multiplier = tuple(_multiplier("fp4", i, FP4_SHIFT) for i in range(2))
+fp8_multiplier = _multiplier("fp8_multiplier", FP8_SHIFT)  # an exponent byte to the multiplier of its weights
+fp4_multiplier = _multiplier("fp4_multiplier", FP4_SHIFT)
 
 
 def _factor(multiplier: Any, shift: int) -> np.ndarray:
