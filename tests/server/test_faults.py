@@ -175,15 +175,15 @@ def test_an_engine_that_hangs_is_killed_and_comes_back(served, busy):
 
 
 def test_sigterm_with_twenty_open_streams_lets_all_of_them_end(served):
-    server = served()
-    callers = [Caller(server.url, max_tokens=40 + number) for number in range(20)]
+    server = served("35")
+    callers = [Caller(server.url, max_tokens=150 + number) for number in range(20)]
     wait_for(lambda: any(caller.tokens for caller in callers) and server.gauge("server_load") == 20)
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(WAIT_S) == 0
     assert outcomes(callers) == {"complete": 20}
     ends = server.lines()
     assert Counter(line["status"] for line in ends) == {"ok": 20}
-    assert sorted(line["completion_tokens"] for line in ends) == [40 + number for number in range(20)]
+    assert sorted(line["completion_tokens"] for line in ends) == [150 + number for number in range(20)]
     assert server.lines("drain_end")[0]["broken_off"] == 0
 
 
