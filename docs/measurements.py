@@ -32,6 +32,7 @@ def document(folder: Path) -> str:
         result = json.loads(file.read_text(encoding="utf-8"))
         cases = result.get("params", {}).get("cases")
         parts += [heading(file, result), case_table(result, cases) if cases else metric_table(result)]
+        parts += [kernel_table(result)] if (result.get("params") or {}).get("kernels") else []
     return "\n".join(parts)
 
 
@@ -83,6 +84,18 @@ def case_table(result: dict[str, Any], cases: dict[str, dict[str, Any]]) -> str:
             f"{case['error']:.1e}", peers,
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def kernel_table(result: dict[str, Any]) -> str:
+    """A line a kernel of a profiled step, and the step's floor."""
+    kernels = result["params"]["kernels"]
+    total = sum(one["us"] for one in kernels.values())
+    floor = result.get("floor") or {}
+    lines = ["| kernel of a step, replayed alone | launches | us | share |", "| --- | --: | --: | --: |"]
+    for name, one in sorted(kernels.items(), key=lambda item: -item[1]["us"]):
+        lines.append(f"| {name} | {one['launches']} | {number(one['us'])} | {one['us'] / total:.1%} |")
+    lines.append(f"| all of them; floor of the step {number(floor.get('us', 0))} us | | {number(total)} | |")
     return "\n".join(lines) + "\n"
 
 

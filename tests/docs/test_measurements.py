@@ -42,3 +42,13 @@ def test_other_results_are_a_line_a_metric(script: ModuleType, tmp_path: Path):
     (tmp_path / "d.json").write_text(json.dumps({"kind": "decode", "date": "2026-11-29", "metrics": metrics}))
     text = script.document(tmp_path)
     assert "| step_ms | 3.305 | 3.1 .. 3.5 |" in text and "| copy.gb_per_s | 55 |" in text and "std_" not in text
+
+
+def test_a_profiled_step_becomes_a_line_a_kernel(script: ModuleType, tmp_path: Path):
+    kernels = {"seam": {"launches": 90, "us": 500.0}, "head": {"launches": 1, "us": 1500.0}}
+    result = {"kind": "decode", "date": "2026-11-29", "metrics": {"step_ms": 3}, "floor": {"us": 1800.0},
+              "params": {"kernels": kernels}}  # fmt: skip
+    (tmp_path / "d.json").write_text(json.dumps(result))
+    text = script.document(tmp_path)
+    assert "| head | 1 | 1,500 | 75.0% |\n| seam | 90 | 500 | 25.0% |" in text
+    assert "floor of the step 1,800 us | | 2,000 |" in text
