@@ -1,7 +1,7 @@
-"""The engine's end of the pipe: the main loop of the engine process, and the message types handed on.
+"""The engine's end of the pipe: the main loop of the engine process.
 
-The web process listens on a Unix socket (`wire.serve_async(path, list[Event], ...)`), starts this process, and the
-engine connects; so a peer that is gone is seen at once, and a restarted engine comes back by itself.
+The web process listens on a Unix socket (`wire.serve_frames`), starts this process, and the engine connects; so a peer
+that is gone is seen at once, and a restarted engine comes back by itself.
 """
 
 from __future__ import annotations
@@ -19,45 +19,8 @@ from typing import NoReturn
 
 from dsuf import wire
 from dsuf.engine.engine import Engine, Progress
-from dsuf.engine.messages import (
-    Admitted,
-    Cancel,
-    Command,
-    Event,
-    Failed,
-    Finished,
-    Rejected,
-    Request,
-    Sampling,
-    Stats,
-    Status,
-    StatusRequest,
-    TokenLogprobs,
-    Tokens,
-    as_error,
-)
+from dsuf.engine.messages import Cancel, Command, Event, Failed, Rejected, Status, StatusRequest
 from dsuf.errors import DsufError, EngineGone
-
-__all__ = [
-    "Admitted",
-    "Cancel",
-    "Command",
-    "EngineFactory",
-    "Event",
-    "Failed",
-    "Finished",
-    "Rejected",
-    "Request",
-    "Sampling",
-    "Stats",
-    "Status",
-    "StatusRequest",
-    "TokenLogprobs",
-    "Tokens",
-    "as_error",
-    "run_service",
-    "serve_engine",
-]
 
 EngineFactory = Callable[[Progress], Engine]  # picklable; reports what it loads and the share done
 

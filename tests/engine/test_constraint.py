@@ -16,17 +16,9 @@ from dsuf.errors import NotSupported, PromptError
 from dsuf.model.synthetic import write_checkpoint
 from tests.model.micro import micro_config
 from tests.support.digits import EOS, InOrder, in_order
-from tests.support.hash_model import BLOCK, VOCAB, HashModel, hash_engine, run, text
+from tests.support.hash_model import BLOCK, VOCAB, HashModel, drafting, hash_engine, run, samplings, text
 
 GREEDY = Sampling(temperature=0)
-drafting = st.sampled_from([dict(draft=False)] + [dict(draft=True, verify=v) for v in ("auto", *range(BLOCK + 1))])
-samplings = st.builds(
-    Sampling,
-    temperature=st.sampled_from([0, 0.5, 1.0, 1.7]),
-    top_p=st.sampled_from([1.0, 0.8]),
-    top_k=st.sampled_from([0, 3]),
-    seed=st.integers(0, 2**64 - 1),
-)
 
 
 def engine_of(factory=lambda source: InOrder(), model=None, **options):

@@ -10,17 +10,9 @@ from hypothesis import strategies as st
 
 from dsuf.engine.messages import Finished, Request, Sampling, Tokens
 from dsuf.engine.sequence import Trace
-from tests.support.hash_model import BLOCK, VOCAB, HashModel, hash_engine
+from tests.support.hash_model import BLOCK, VOCAB, HashModel, drafting, hash_engine, samplings
 
 GREEDY = Sampling(temperature=0)
-drafting = st.sampled_from([dict(draft=False)] + [dict(draft=True, verify=v) for v in ("auto", *range(BLOCK + 1))])
-samplings = st.builds(
-    Sampling,
-    temperature=st.sampled_from([0, 0.3, 1.0, 1.7]),
-    top_p=st.sampled_from([1.0, 0.8]),
-    top_k=st.sampled_from([0, 3]),
-    seed=st.integers(0, 2**64 - 1),
-)
 
 
 def texts(engine, *requests):

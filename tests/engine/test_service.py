@@ -10,8 +10,20 @@ import msgspec
 import pytest
 
 from dsuf import wire
-from dsuf.engine.messages import Admitted, Command, Event, Failed, Finished, as_error
-from dsuf.engine.service import Cancel, Rejected, Request, Status, StatusRequest, Tokens
+from dsuf.engine.messages import (
+    Admitted,
+    Cancel,
+    Command,
+    Event,
+    Failed,
+    Finished,
+    Rejected,
+    Request,
+    Status,
+    StatusRequest,
+    Tokens,
+    as_error,
+)
 from dsuf.errors import CheckpointError, EngineGone, PromptError
 from tests.support.engine_process import Peer
 from tests.support.scripted import failing_factory, scripted_factory, slow_factory, token_at

@@ -11,16 +11,25 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+from hypothesis import strategies as st
 
 from dsuf.engine.cpu import CpuBackend
 from dsuf.engine.engine import Engine
-from dsuf.engine.messages import Event, Request, Tokens
+from dsuf.engine.messages import Event, Request, Sampling, Tokens
 from dsuf.engine.options import EngineOptions
 from dsuf.errors import UsageError
 from dsuf.layout import PAGE_TOKENS
 from dsuf.model.reference.snapshot import Sizes
 
 VOCAB, BLOCK = 12, 5
+drafting = st.sampled_from([dict(draft=False)] + [dict(draft=True, verify=v) for v in ("auto", *range(BLOCK + 1))])
+samplings = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0, 0.4, 1.0, 1.7]),
+    top_p=st.sampled_from([1.0, 0.8]),
+    top_k=st.sampled_from([0, 3]),
+    seed=st.integers(0, 2**64 - 1),
+)
 
 
 @dataclass
