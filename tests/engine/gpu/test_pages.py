@@ -104,7 +104,9 @@ class TestPool:
 
 
 class TestCopies:
-    @pytest.mark.parametrize(("length", "position"), [(300, 300), (300, 294), (300, 280), (258, 258), (258, 256), (258, 252)])
+    @pytest.mark.parametrize(
+        ("length", "position"), [(300, 300), (300, 294), (300, 280), (258, 258), (258, 256), (258, 252)]
+    )
     def test_what_the_cpu_saved_comes_back_byte_for_byte(self, pages, caches, length, position):
         copies, (kept, state) = Copies(pages), saved(caches, position, length)
         slot, dirty = pages.open(), pages.open()
