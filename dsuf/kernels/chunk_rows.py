@@ -1,14 +1,12 @@
 """Glue between the products of a prefill chunk: quantised rows in product order, the shared expert's activation, rings.
 
     q8        out = q8(x)                                                       input of wo_b
-    expand    out = the values of codes and scales that a decode kernel made   input of wq_b, main_proj, Engram's wkv
     swiglu    out = q8(bf16(silu(min(g, limit)) clamp(u, -limit, limit)))       input of the shared expert's w2
     move      rows of positions first .. first + count - 1 from one ring to another: slot = position mod slots
 
-x bf16 [rows, K], codes e4m3 [rows, K], scales ue8m0 [rows, scale_stride(K)], y bf16 [rows, 2 I] = (g, u); out bf16, the
-codes' values in product order (gemm.py). Rings hold rows of `halves` 16-bit words, `pitch` bytes apart: a window's
-latents, a history's class ids. A chunk works in private rings that hold all of its rows and the window before them;
-these copies join them to the sequence's own.
+x bf16 [rows, K], y bf16 [rows, 2 I] = (g, u); out bf16, the codes' values in product order (gemm.py). Rings hold rows
+of `halves` 16-bit words, `pitch` bytes apart: a window's latents, a history's class ids. A chunk works in private rings
+that hold all of its rows and the window before them; these copies join them to the sequence's own.
 
 Reference: dsuf.ops.qdq.q8, dsuf.ops.expert.swiglu. Bytes: 4 K, 6 I a row: memory decides. A thread makes eight columns.
 """
@@ -22,9 +20,9 @@ import numpy as np
 from dsuf.kernels.catalogue import Entry, Width
 from dsuf.kernels.chunk_seam import put_product_order, q8_values
 from dsuf.kernels.experts import silu
-from dsuf.kernels.lang import Kernel, f32, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
-from dsuf.kernels.ptx.convert import bf16_high, bf16_low, e4m3x4_bf16, fmax, fmin, mul_bf16x2, round_bf16
-from dsuf.kernels.ptx.memory import ldg_u8, ldg_u16, ldg_u32x2, ldg_u32x4, stg_u16
+from dsuf.kernels.lang import Kernel, f32, inline, int32, int64, kernel, regs, s32, s64, unroll
+from dsuf.kernels.ptx.convert import bf16_high, bf16_low, fmax, fmin, round_bf16
+from dsuf.kernels.ptx.memory import ldg_u16, ldg_u32x4, stg_u16
 from dsuf.kernels.ptx.sync import (
     block_index,
     block_index_y,
@@ -33,7 +31,7 @@ from dsuf.kernels.ptx.sync import (
     wait_for_previous_kernel,
 )
 from dsuf.ops.expert import swiglu
-from dsuf.ops.qdq import q8, q8_decode
+from dsuf.ops.qdq import q8
 
 THREADS = 256
 SPAN = 8 * THREADS  # columns of a block: grid x is ceil(K / SPAN), grid y the rows
@@ -66,29 +64,6 @@ def make_q8() -> Kernel:
             put_product_order(out + row * (2 * int64(k)), column, word)
 
     return quantise
-
-
-def make_expand() -> Kernel:
-    """K a multiple of 32."""
-
-    @kernel(threads=THREADS, grid=(4, 4096), name="chunk_expand")
-    def expand(codes: s64, scales: s64, out: s64, k: s32) -> None:
-        column = int64(block_index() * SPAN + 8 * thread_index())
-        row = int64(block_index_y())
-        wait_for_previous_kernel()
-        let_next_kernel_start()
-        if column < k:
-            code = ldg_u32x2(codes + row * k + column)
-            e = ldg_u8(scales + row * (((k >> 5) + 3) // 4 * 4) + (column >> 5))
-            both = uint32(e << 7 | e << 23)
-            word = regs(4)
-            for i in unroll(2):
-                pair = e4m3x4_bf16(code[i])
-                word[2 * i] = mul_bf16x2(pair[0], both)
-                word[2 * i + 1] = mul_bf16x2(pair[1], both)
-            put_product_order(out + row * (2 * int64(k)), column, word)
-
-    return expand
 
 
 def make_swiglu() -> Kernel:
@@ -142,7 +117,6 @@ def entries(width: Width) -> list[Entry]:
     k, i, ring = spec.o_groups * spec.o_lora_rank, spec.moe_intermediate_size, 2 * spec.sliding_window * spec.head_dim
     return [
         Entry("chunk.q8", make_q8, {}, width.chips, q8, 4 * rows * k, 0),
-        Entry("chunk.expand", make_expand, {}, width.chips, q8_decode, 3 * rows * spec.q_lora_rank, 0),
         Entry("chunk.swiglu", make_swiglu, {}, width.chips, swiglu, 6 * rows * i, 0),
         Entry("chunk.move", make_move, {}, width.chips, np.take, ring, 0),
     ]

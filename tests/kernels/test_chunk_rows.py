@@ -10,7 +10,7 @@ from dsuf.kernels import chunk_route, chunk_rows
 from dsuf.kernels.chunk_rows import SPAN
 from dsuf.ops import expert, qdq
 from dsuf.ops.route import route
-from tests.kernels.helpers import assert_near, bf16, execute, q8_rows, values
+from tests.kernels.helpers import assert_near, bf16, execute, values
 from tests.kernels.test_chunk_attend import natural
 
 
@@ -19,13 +19,6 @@ def test_rows_are_quantised_into_product_order(k: int):
     x, out = bf16(np.random.default_rng(k), 3, k), np.full((3, k), 0x7FC0, np.uint16)
     execute(chunk_rows.make_q8(), [x, out, k], grid=(-(-k // SPAN), 3))
     assert np.array_equal(values(natural(out)), qdq.q8(values(x)))
-
-
-def test_codes_become_values_in_product_order():
-    x, out = np.random.default_rng(3).standard_normal((3, 96)), np.full((3, 96), 0x7FC0, np.uint16)
-    codes, scales = q8_rows(x, 3)[:2]
-    execute(chunk_rows.make_expand(), [codes, scales, out, 96], grid=(1, 3))
-    assert np.array_equal(values(natural(out)), qdq.q8(x))
 
 
 def test_the_shared_expert_is_activated():

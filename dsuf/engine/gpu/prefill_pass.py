@@ -18,6 +18,7 @@ import numpy as np
 from dsuf.engine.gpu.prefill_buffers import ChunkBuffers, ChunkRows, carried_bytes, row_table, sizes_of
 from dsuf.engine.gpu.prefill_walk import Chunk
 from dsuf.engine.gpu.step_walk import Model
+from dsuf.kernels.ptx.op import HOPPER
 
 if TYPE_CHECKING:
     from dsuf.engine.gpu.device import Device
@@ -30,6 +31,7 @@ class PrefillPass:
 
     def __init__(self, device: Device, model: Model, slots: int, rows: int, context: int) -> None:
         spec = model.spec
+        self.warpgroups = device.chip in HOPPER
         self.device, self.model, self.most_rows = device, model, max(rows, spec.sliding_window)
         self.buffers = ChunkBuffers.allocate(device, spec, self.most_rows, slots, context)
         self.rows = ChunkRows.at(self.buffers.table, self.most_rows)
@@ -74,8 +76,10 @@ class PrefillPass:
         table[:] = row_table(slot, start, ids, decoder_start, window, self.most_rows)
         self.device.copy_async(self.buffers.table, table.ctypes.data, table.nbytes)
         self._events[place] = self.device.record()
-        launch, sizes = self.device.launch, (self.most_rows, self.scores_bytes)
-        return Chunk(launch, self.model, self.buffers, self.rows, sizes, slot, start, len(ids), decoder_start)
+        return Chunk(
+            self.device.launch, self.model, self.buffers, self.rows, (self.most_rows, self.scores_bytes), slot, start,
+            len(ids), decoder_start, warpgroups=self.warpgroups,
+        )  # fmt: skip
 
     def _carry(self, slot: int, start: int, count: int, *, store: bool) -> None:
         """Copy the last window of rows to the slot's carried rows, or `count` of them back."""

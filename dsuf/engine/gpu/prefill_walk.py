@@ -23,6 +23,7 @@ from dsuf.spec import BLOCK, LayerRole
 
 SM_BLOCKS = 132  # blocks of products: as many as the chip has multiprocessors
 PRODUCT_TILE = 128  # outputs and, at least, rows of a block's tile: more blocks than tiles have nothing to do
+EXPAND_BLOCKS = 1056
 MOST_SEGMENTS = 8  # of the entries, so that few rows of scores fill the chip too
 
 
@@ -31,12 +32,14 @@ class Chunk:
 
     def __init__(
         self, launch: Launch, model: Model, buffers: ChunkBuffers, rows: ChunkRows, sizes: tuple[int, int], slot: int,
-        start: int, count: int, decoder_start: int,
+        start: int, count: int, decoder_start: int, *, warpgroups: bool,
     ) -> None:  # fmt: skip
-        """sizes: rows of the buffers, bytes of scores. Positions start .. start + count - 1 of a slot."""
+        """sizes: rows of the buffers, bytes of scores. Positions start .. start + count - 1 of a slot. warpgroups: the
+        chip has the products that chunk attention and scores are made of; else decode's kernels make them.
+        """
         self.launch, self.model, self.b, self.rows, self.sizes = launch, model, buffers, rows, sizes
         self.slot, self.start, self.count, self.decoder_start = slot, start, count, decoder_start
-        self.spec, self.most_rows = model.spec, sizes[0]
+        self.spec, self.most_rows, self.warpgroups = model.spec, sizes[0], warpgroups
         self.k = Launches(launch, self.spec, rows, count)
         self._projections = projections(self.spec)
         self.ring = self.most_rows + self.spec.sliding_window
@@ -55,7 +58,8 @@ class Chunk:
     def expand(self, k: int) -> None:
         """Codes of k columns to their values in product order."""
         b = self.b
-        self.launch("chunk.expand", b.codes, b.scales, b.expanded, k, grid=(-(-k // chunk_rows.SPAN), self.count))
+        grid = (min(EXPAND_BLOCKS, self.count), 1)
+        self.launch("dense.expand_q8", b.codes, b.scales, b.expanded, self.count, k, grid=grid)
 
     # ---- streams
 
@@ -177,27 +181,35 @@ class Chunk:
         real = self.decoder_start if role.index >= spec.decoder_start_layer else 0
         before = max(0, self.start - max(real, self.start - spec.sliding_window + 1, 0))
         self._move(own, c.ring, b.windows, self.ring, self.start - before, before, pitch, halves)
-        self._attend(role, weights, table)
+        attended = self._attend(role, weights, table)
         after = min(self.count, c.ring)
         self._move(b.windows, self.ring, own, c.ring, self.start + self.count - after, after, pitch, halves)
         output = spec.o_groups * spec.o_lora_rank
-        self.project("wo_a", weights.wo_a, b.o, b.y)
+        self.project("wo_a", weights.wo_a, attended, b.y)
         self.launch("chunk.q8", b.y, b.y_rows, output, grid=(-(-output // chunk_rows.SPAN), self.count))
         self.project("wo_b", weights.wo_b, b.y_rows, b.last)
 
-    def _attend(self, role: LayerRole, weights: Any, table: int) -> None:
+    def _attend(self, role: LayerRole, weights: Any, table: int) -> int:
+        """Where the result stands, in product order."""
         b, spec, r = self.b, self.spec, self.rows
-        source, pages, topk = self.model.caches.source(role), (0, 0, 0, 0, 0, 1), 0
-        if source is not None:
-            pool, topk = self.model.caches.pool, spec.index_topk
-            codes, scales = pool.base + source.codes.offset, pool.base + source.scales.offset
-            pages = (pool.table, pool.most_pages, codes, scales, pool.layout.page_bytes, source.ratio)
+        source, pool = self.model.caches.source(role), self.model.caches.pool
         first = r.decoder_first if role.index >= spec.decoder_start_layer else r.first
+        if not self.warpgroups:
+            selected = (b.selected, b.chosen) if source is not None else (0, 0)
+            self.k.attend(b.q, b.windows, 0, self.ring, first, pool, source, selected, table, weights.attn_sink, b.o)
+            grid, width = (min(EXPAND_BLOCKS, self.count), 1), spec.num_attention_heads * spec.head_dim
+            self.launch("dense.expand_bf16", b.o, b.q, self.count, width, grid=grid)  # nobody needs q any more
+            return b.q
+        pages, topk = (0, 0, 0, 0, 0, 1), 0
+        if source is not None:
+            codes, scales, topk = pool.base + source.codes.offset, pool.base + source.scales.offset, spec.index_topk
+            pages = (pool.table, pool.most_pages, codes, scales, pool.layout.page_bytes, source.ratio)
         self.launch(
             f"chunk.attend/{self.k.width}", b.q, b.windows, 0, self.ring, b.selected, b.chosen, topk, *pages,
             r.sequence, r.position, first, r.last, table, weights.attn_sink, b.o, self.count,
             grid=(min(SM_BLOCKS, self.count), 1),
         )  # fmt: skip
+        return b.o
 
     def compress(self, role: LayerRole) -> None:
         """The entries that these rows complete, and the last row's (kv, gate) if its group stays open."""
@@ -228,7 +240,7 @@ class Chunk:
         self.project("index_wq_b", weights.index_wq_b, b.expanded, b.index_y)
         self.k.index_query(b.index_y, table, b.index_q)
         self.project("index_weights", weights.index_weights, b.x_rows, b.index_weights)
-        if role.is_candidate_source or role.uses_candidates:
+        if role.is_candidate_source or role.uses_candidates or not self.warpgroups:
             for row in range(0, self.count, MOST_ROWS):
                 self._select_by_blocks(role, source, row, min(MOST_ROWS, self.count - row))
             return
@@ -253,12 +265,13 @@ class Chunk:
         self.launch("chunk.select", b.scores, pitch, r.position, source.ratio, selected, chosen, topk, grid=(count, 1))
 
     def _select_by_blocks(self, role: LayerRole, source: SourceLayout, row: int, count: int) -> None:
-        """The decode kernels, 48 rows at a time: the candidate source, and layers that choose inside its blocks."""
+        """The decode kernels, 48 rows at a time, which also make candidate blocks and choose inside them."""
         b, spec, m, w = self.b, self.spec, self.model, self.model.work
         heads, width, kept = spec.index_n_heads, spec.index_head_dim, spec.candidate_topk_blocks
         k = Launches(self.launch, spec, self.rows.after(row), count)
         candidates = (b.candidates + row * kept * 4, b.kept_of + row * 4)
-        mapped, blocks = (candidates, (0, 0)) if role.uses_candidates else ((0, 0), candidates)
+        mapped = candidates if role.uses_candidates else (0, 0)
+        blocks = candidates if role.is_candidate_source else (0, 0)
         k.index_scores(
             b.index_q + row * heads * width * 2, b.index_weights + row * heads * 4, m.caches.pool, source, mapped,
             w.scores, w.best, w.best32, w.capacity,
@@ -299,7 +312,7 @@ class Chunk:
         skipped = self.count - count
         last = Chunk(
             self.launch, self.model, self.b, self.rows.after(skipped), self.sizes, self.slot, self.start + skipped,
-            count, self.decoder_start,
+            count, self.decoder_start, warpgroups=self.warpgroups,
         )  # fmt: skip
         last.write_drafter_windows(skipped)
 
