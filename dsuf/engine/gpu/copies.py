@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 PIECE = 8 << 20  # bytes of a page-locked piece
 PIECES = 2
+THREADS = 4  # that copy between page-locked memory and buffers
 RECENT = 2  # pages at most that the last 24 tokens lie in
 
 
@@ -39,8 +41,9 @@ class _Piece:
     """Page-locked memory on its way: where its parts go when `event` is over."""
 
     event: Event
-    parts: list[tuple[np.ndarray, np.ndarray]]  # (from, to), uint8 alike
-    place: int | None  # of the pieces; None: staging or direct
+    parts: list[tuple[np.ndarray | _Page, np.ndarray]]  # (from, to), uint8 alike
+    place: int | None  # of the pieces; None: the staging place
+    fixes: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)  # (from, to) in it, before that
 
 
 @dataclass
@@ -65,6 +68,7 @@ class Copies:
         size = self._piece_pages * pages.page_bytes
         self._pieces = [self.device.pinned(size) for _ in range(PIECES)]
         self._free = deque(range(PIECES))
+        self._threads = ThreadPoolExecutor(THREADS, "copies")  # its threads begin with the first use
         self._jobs: deque[_Job] = deque()
         self._restores: deque[tuple[int, Event]] = deque()
         pages.finish_copies = self.finish
@@ -90,7 +94,7 @@ class Copies:
         self.pages.copies += 1
         job = _Job(self.pages.copies)
         self._move("save", slot, position, decoder_start)
-        parts = self._state_parts(decoder_start, position, state)
+        parts: list[tuple[np.ndarray | _Page, np.ndarray]] = self._state_parts(state)
         settled = max(0, position - MOST_REWOUND) // PAGE_TOKENS
         recent = [number for number in pages if number >= settled]
         for place, number in enumerate(recent):
@@ -102,7 +106,8 @@ class Copies:
         with self.device.beside():
             self.device.wait(gathered)
             self.device.copy_async(self._on_host.ctypes.data, self._on_device, self._staged_bytes)
-            job.under_way.append(_Piece(self.device.record(), parts, None))
+            fixes = self._fixes(min(decoder_start, position))
+            job.under_way.append(_Piece(self.device.record(), parts, None, fixes))
         job.waiting.extend((held[number], _flat(pages[number])) for number in pages if number < settled)
         self._jobs.append(job)
         self.progress()
@@ -138,13 +143,27 @@ class Copies:
         """Whether the job is done."""
         while job.under_way and job.under_way[0].event.done():
             piece = job.under_way.popleft()
-            for source, target in piece.parts:
-                target[:] = source.bytes() if isinstance(source, _Page) else source
+            for source, target in piece.fixes:
+                target[:] = source
+            self._hand_over(piece.parts)
             if piece.place is not None:
                 self._free.append(piece.place)
         while job.waiting and self._free:
             self._send(job)
         return not job.under_way and not job.waiting
+
+    def _hand_over(self, parts: Sequence[tuple[np.ndarray | _Page, np.ndarray]]) -> None:
+        """Copy staged bytes to where they are wanted, in order where there are few, else by several threads."""
+
+        def copy(some: Sequence[tuple[np.ndarray | _Page, np.ndarray]]) -> None:
+            for source, target in some:
+                target[:] = source.bytes() if isinstance(source, _Page) else source
+
+        if len(parts) < 2 * THREADS:
+            copy(parts)
+            return
+        for done in [self._threads.submit(copy, parts[i::THREADS]) for i in range(THREADS)]:
+            done.result()
 
     def _send(self, job: _Job) -> None:
         """One piece of settled pages to the host."""
@@ -160,22 +179,23 @@ class Copies:
                 self.device.copy_async(staged, self.pages.pool + page * size, count * size)
             job.under_way.append(_Piece(self.device.record(), parts, place))
 
-    def _state_parts(
-        self, decoder_start: int, position: int, state: Sequence[Buffer]
-    ) -> list[tuple[np.ndarray | _Page, np.ndarray]]:
-        """Slices of the staged snapshot for the parts of `state`, and decoder_start, which the host knows."""
+    def _fixes(self, decoder_start: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """What nothing on the device writes of a staged snapshot: padding, and decoder_start, which the host knows."""
         layout, staged = self.layout, self._on_host
-        size, at, parts = layout.snapshot_bytes, 0, []
-        for first, end in (
+        padding = (
             (layout.windows_bytes, layout.history_offset),
             (layout.history_offset + 4 * layout.history_ids, layout.decoder_start_offset),
-        ):  # padding, which nothing on the device writes
-            parts.append((np.zeros(end - first, np.uint8), staged[first:end]))
-        start = np.array([min(decoder_start, position)], "<i8").view(np.uint8)
-        parts.append((start, staged[layout.decoder_start_offset : size]))
+        )
+        fixes = [(np.zeros(end - first, np.uint8), staged[first:end]) for first, end in padding]
+        start = np.array([decoder_start], "<i8").view(np.uint8)
+        return [*fixes, (start, staged[layout.decoder_start_offset : layout.snapshot_bytes])]
+
+    def _state_parts(self, state: Sequence[Buffer]) -> list[tuple[np.ndarray | _Page, np.ndarray]]:
+        """Slices of the staged snapshot for the parts of `state`."""
+        size, at, parts = self.layout.snapshot_bytes, 0, []
         for part in map(_flat, state):
             count = min(part.size, size - at)
-            parts.append((staged[at : at + count], part[:count]))
+            parts.append((self._on_host[at : at + count], part[:count]))
             at += count
         return parts
 
@@ -227,12 +247,11 @@ class Copies:
             place, size = turn % PIECES, self.pages.page_bytes
             if events[place] is not None:
                 events[place].wait()
-            for i, page in enumerate(chunk):
-                self._pieces[place][i * size : (i + 1) * size] = _flat(page)[:size]
+            staged = self._pieces[place]
+            self._hand_over([(_flat(page)[:size], staged[i * size :][:size]) for i, page in enumerate(chunk)])
             first = turn * self._piece_pages
             for i, page, count in _adjacent(held[first : first + len(chunk)]):
-                staged = self._pieces[place].ctypes.data + i * size
-                self.device.copy_async(self.pages.pool + page * size, staged, count * size)
+                self.device.copy_async(self.pages.pool + page * size, staged.ctypes.data + i * size, count * size)
             events[place] = self.device.record()
 
     def _move(self, direction: str, slot: int, position: int, decoder_start: int) -> None:

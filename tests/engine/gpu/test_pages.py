@@ -119,7 +119,7 @@ class TestCopies:
         assert copies.progress() == number == 1
         assert decoder_start == min(length - TINY.sliding_window, position)
         got = [bytearray(PAGE) for _ in kept]
-        parts = [bytearray(77), bytearray(STATE - 77)]
+        parts = [bytearray(77) for _ in range(STATE // 77)] + [bytearray(STATE % 77)]
         last = copies.snapshot(slot, position, decoder_start, dict(enumerate(got)), parts)
         assert copies.progress() == last == 2
         assert b"".join(parts) == state
