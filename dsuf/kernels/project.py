@@ -157,7 +157,7 @@ def make(
         pitch = int64(groups) * width
         own = x + int64(group) * width  # row 0 of my group
         sstride = int32((((k >> 5) + 3) >> 2) << 2)
-        xs = regs(COLUMNS)  # where the lane finds row g of each column tile; rows beyond the live ones repeat the last
+        xs = regs(COLUMNS)  # where row g of each column tile is for the lane; rows beyond the live ones repeat the last
         ss = regs(2 * COLUMNS, uint32(0))  # scales of rows 2t and 2t + 1
         if staged:
             stride = int32(width + ((PAST - width) & 127))
@@ -172,7 +172,7 @@ def make(
                 xs[i] = uint32(at_x + min(8 * i + g, live - 1) * stride + t * (8 * XBYTES))
         else:
             for i in unroll(COLUMNS):
-                xs[i] = own + (min(8 * i + g, live - 1) * pitch + t * (8 * XBYTES))
+                xs[i] = int32(min(8 * i + g, live - 1) * pitch + t * (8 * XBYTES))  # from `own`: half a register pair
         if Q8:
             stage_words(sm + AT_S, sx, live * sstride, tid, THREADS)
             for i in unroll(COLUMNS):
@@ -190,12 +190,13 @@ def make(
             while c < chunks:
                 mbarrier_wait(uint32(bar + 8 * stage), uint32(phase))
                 at = uint32(ring + stage * SIZE)
+                x_at = int64(c * (chunk * XBYTES)) if staged else own + c * (chunk * XBYTES)
                 if Q8:
-                    fp8_chunk(acc, at, COLUMNS, GROUPS32, lane, xs, c * (chunk * XBYTES), ss, c * GROUPS32, staged)
+                    fp8_chunk(acc, at, COLUMNS, GROUPS32, lane, xs, x_at, ss, c * GROUPS32, staged)
                 elif WEIGHTS_BF16:
-                    bf16_chunk(acc, at, COLUMNS, GROUPS32, lane, xs, c * (chunk * XBYTES), staged)
+                    bf16_chunk(acc, at, COLUMNS, GROUPS32, lane, xs, x_at, staged)
                 else:
-                    fp8_chunk_bf16(acc, at, COLUMNS, GROUPS32, lane, xs, c * (chunk * XBYTES), staged)
+                    fp8_chunk_bf16(acc, at, COLUMNS, GROUPS32, lane, xs, x_at, staged)
                 sync_warp()
                 if ahead < tiles and lane == 0:
                     fetch(ring, bar, stage, SIZE, weights + (int64(ahead) * chunks + following) * SIZE, policy)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 from dsuf.kernels.lang import inline, int32, int64, regs, uint32, unroll
-from dsuf.kernels.ptx.convert import add_scaled, e4m3x4_bf16, e4m3x4_f16, ue8m0
+from dsuf.kernels.ptx.convert import add_scaled, e4m3x4_bf16, opaque, ue8m0
 from dsuf.kernels.ptx.copy import bulk_load_hint, mbarrier_expect
 from dsuf.kernels.ptx.memory import (
     ldg_u32,
@@ -31,7 +31,7 @@ from dsuf.kernels.ptx.memory import (
     sts_u32,
     sts_u32x4,
 )
-from dsuf.kernels.ptx.mma import mma_bf16, mma_e4m3, mma_f16
+from dsuf.kernels.ptx.mma import mma_bf16, mma_e4m3
 
 FP4_BIAS = 16384.0  # fp4x8_f16_bits gives values times 2^-14
 
@@ -95,8 +95,8 @@ def fp8_chunk(
 ) -> None:  # fmt: skip
     """acc[c] += the fp8 chunk at `at` times quantised activations, for column tiles c.
 
-    xs[c]: the lane's address in row g of tile c (shared if staged, else global); ss[2c], ss[2c + 1]: shared addresses
-    of the scales of rows 2t and 2t + 1; x_at and s_at: bytes from there to the chunk.
+    xs[c] + x_at: the lane's address in row g of tile c, at the chunk (shared if staged, else global); ss[2c] and
+    ss[2c + 1]: shared addresses of the scales of rows 2t and 2t + 1; s_at: bytes from there to the chunk.
     """
     f = lds_u32x2(uint32(at + groups * 512))
     s0 = regs(2 * tiles, uint32(0))
@@ -120,8 +120,24 @@ def fp8_chunk(
 def fp8_chunk_bf16(
     acc: Any, at: Any, tiles: Any, groups: Any, lane: Any, xs: Any, x_at: Any, staged: Any
 ) -> None:  # fmt: skip
-    """The same for bf16 activations: the weights become bf16 (exact), their scale is applied to each group's sum."""
+    """The same for bf16 activations: the weights become bf16 (exact), their scale is applied to each group's sum.
+
+    Many tiles take a chunk of eight groups in two rounds of a loop: unrolled, its loads want too many registers.
+    """
     f = lds_u32x2(uint32(at + groups * 512))
+    if tiles > 3 and groups == 8:
+        for half in range(opaque(int32(2))):
+            word = f[0] if half == 0 else f[1]
+            bf16_groups(acc, uint32(at + half * 2048), tiles, 4, lane, xs, x_at + half * 256, (word, word), staged)
+    else:
+        bf16_groups(acc, at, tiles, groups, lane, xs, x_at, f, staged)
+
+
+@inline
+def bf16_groups(
+    acc: Any, at: Any, tiles: Any, groups: Any, lane: Any, xs: Any, x_at: Any, f: Any, staged: Any
+) -> None:  # fmt: skip
+    """Groups of an fp8 chunk times bf16 activations; f: their scales, four a word."""
     for q in unroll(groups):
         a = lds_u32x4(uint32(at + q * 512 + lane * 16))
         top0 = e4m3x4_bf16(a[0])
@@ -150,44 +166,3 @@ def bf16_chunk(acc: Any, at: Any, tiles: Any, groups: Any, lane: Any, xs: Any, x
             b = lds_u32x4(uint32(at_x)) if staged else ldg_u32x4(at_x)
             acc[c] = mma_bf16(a0, (b[0], b[1]), acc[c])
             acc[c] = mma_bf16(a1, (b[2], b[3]), acc[c])
-
-
-@inline
-def fp4_chunk(
-    acc: Any, first: Any, count: Any, at: Any, size: Any, groups: Any, lane: Any, expand: Any, x: Any, s0: Any, s1: Any,
-    staged: Any,
-) -> None:  # fmt: skip
-    """acc[i], i = first .. first + count - 1, += fp4 chunks at `at`, at + size, ... times one column tile of rows.
-
-    The rows may come from anywhere: x is the lane's address in the row of column g, s0 and s1 the shared addresses of
-    the scales of columns 2t and 2t + 1. Each group's codes are turned to f16 once for all chunks.
-    """
-    u0 = regs(2, uint32(0))
-    u1 = regs(2, uint32(0))
-    scale_words(u0, 0, s0, groups)
-    scale_words(u1, 0, s1, groups)
-    f = regs(4 * count)  # scales of rows g, then of rows g + 8
-    for i in unroll(count):
-        if groups == 8:
-            f[4 * i : 4 * i + 4] = lds_u32x4(uint32(at + i * size + groups * 256 + (lane >> 2) * 16))
-        if groups == 4:
-            f[4 * i : 4 * i + 2] = lds_u32x2(uint32(at + i * size + groups * 256 + (lane >> 2) * 8))
-        if groups == 2:
-            f[4 * i] = lds_u32(uint32(at + i * size + groups * 256 + (lane >> 2) * 4))
-    a = regs(4 * count)
-    for q in unroll(groups):
-        if q % 2 == 0:
-            for i in unroll(count):
-                a[4 * i : 4 * i + 4] = lds_u32x4(uint32(at + i * size + q * 256 + lane * 16))
-        w = regs(2)
-        w = lds_u32x2(uint32(x + q * 32)) if staged else ldg_u32x2(x + q * 32)
-        b0 = e4m3x4_f16(w[0])
-        b1 = e4m3x4_f16(w[1])
-        x0 = ue8m0[q % 4](u0[q // 4])
-        x1 = ue8m0[q % 4](u1[q // 4])
-        for i in unroll(count):
-            p = mma_f16(expand(a[4 * i + 2 * (q % 2)]), b0, (0.0, 0.0, 0.0, 0.0))
-            p = mma_f16(expand(a[4 * i + 2 * (q % 2) + 1]), b1, p)
-            f0 = ue8m0[q % 4](f[4 * i + q // 4])
-            f1 = ue8m0[(groups + q) % 4](f[4 * i + (groups + q) // 4])
-            acc[first + i] = add_scaled(acc[first + i], p, f0, f1, x0, x1)
