@@ -162,7 +162,7 @@ def serve_with_engine(
     async def until_stopped() -> int:
         tasks = [asyncio.create_task(process.watch(link)), asyncio.create_task(_show_loading(link))]
         if agent is not None:
-            tasks.append(asyncio.create_task(agent.watch()))
+            tasks += [asyncio.create_task(agent.watch()), asyncio.create_task(agent.kill_when_silent(prefixes.answers))]
         try:
             return await serve(app, sock, on_ready, process.socket_path.with_name(SOCKET_NAME))
         finally:

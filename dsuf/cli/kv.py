@@ -7,6 +7,7 @@ import multiprocessing
 import multiprocessing.process
 import re
 import signal
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -56,6 +57,7 @@ RdmaPorts = Annotated[
 MOST_BY_DEFAULT = 64 << 30
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 16.0
 STOP_WITHIN_S = 5.0
+ASK_EVERY_S, ASKED_IN_VAIN = 5.0, 6  # an agent that has answered before and leaves so many questions unanswered hangs
 _LOOK_EVERY_S = 0.05
 _PATHS = ("shm", "rdma", "tcp")
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -169,6 +171,18 @@ class AgentProcess:
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
             self.start()
+
+    async def kill_when_silent(self, answers: Callable[[float], Awaitable[bool]]) -> None:
+        """Ask now and then; kill an agent that hangs, so that nobody waits for it and `watch` starts another."""
+        heard, in_vain = False, 0
+        while True:
+            await asyncio.sleep(ASK_EVERY_S)
+            answered = await answers(ASK_EVERY_S)
+            heard, in_vain = heard or answered, 0 if answered else in_vain + 1
+            if heard and in_vain >= ASKED_IN_VAIN and self._process.is_alive():
+                say(f"the kv agent hung: it left {in_vain} questions unanswered, and was killed")
+                self._process.kill()
+                heard = False
 
     def stop(self) -> None:
         """End it: by SIGTERM, else by SIGKILL."""

@@ -216,9 +216,9 @@ class WebClient:
         answer = await self._ask(m.Alias(number, request, digest, boundary, ids_bytes(last)), ALIAS_S)
         return isinstance(answer, m.Done) and answer.ok
 
-    async def status(self) -> m.State | None:
-        """Counters, None while there is no agent."""
-        answer = await self._ask(m.StatusAsk(next(self._numbers)), ALIAS_S)
+    async def status(self, within_s: float = ALIAS_S) -> m.State | None:
+        """Counters, None while there is no agent, or none that answers in time."""
+        answer = await self._ask(m.StatusAsk(next(self._numbers)), within_s)
         return answer if isinstance(answer, m.State) else None
 
     async def tell(self, message: m.Forget | m.Leave) -> None:

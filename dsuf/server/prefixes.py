@@ -87,6 +87,10 @@ class Prefixes:
                 lines += [f"# TYPE dsuf_kv_{name} gauge", f"dsuf_kv_{name} {value:.15g}"]
         return ("\n".join(lines) + "\n").encode()
 
+    async def answers(self, within_s: float) -> bool:
+        """Whether there is an agent that answers in time."""
+        return await self._client.status(within_s) is not None
+
     async def close(self) -> None:
         """Hang up; the agent lets go of everything."""
         await self._client.close()

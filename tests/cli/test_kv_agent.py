@@ -1,0 +1,58 @@
+"""The watch over the kv agent's process: one that hangs is killed, one that is slow or only starting is not."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import signal
+import time
+
+import pytest
+
+from dsuf.cli import kv
+from dsuf.cli.kv import AgentProcess
+
+
+@pytest.fixture
+def agent(monkeypatch):
+    """An agent's process that does nothing for a minute."""
+    monkeypatch.setattr(kv, "ASK_EVERY_S", 0.01)
+    agent = AgentProcess(options=None)
+    agent._process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    agent._process.start()
+    yield agent
+    agent._process.kill()
+    agent._process.join()
+
+
+def asked(agent, answers):
+    """Let the watch ask until `answers` are used up; the process's exit code then."""
+    given = iter(answers)
+
+    async def watch():
+        over = asyncio.Event()
+
+        async def answer(within_s):
+            found = next(given, None)
+            if found is None:
+                over.set()
+                await asyncio.Event().wait()
+            return found
+
+        watching = asyncio.create_task(agent.kill_when_silent(answer))
+        await asyncio.wait_for(over.wait(), 10)
+        watching.cancel()
+
+    asyncio.run(watch())
+    agent._process.join(0.2)
+    return agent._process.exitcode
+
+
+def test_one_that_stops_answering_is_killed(agent, capsys):
+    assert asked(agent, [False, True, *[False] * 6]) == -signal.SIGKILL
+    assert "hung" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("answers", [[False] * 20, [True, *[False] * 5, True, *[False] * 5]])
+def test_one_that_is_starting_or_slow_is_not(agent, answers):
+    assert asked(agent, answers) is None
