@@ -23,6 +23,8 @@ from dsuf.engine.gpu.backend import GpuBackend
 from dsuf.engine.gpu.step_graph import Bucket, Entry, bucket_of
 from dsuf.engine.messages import Request, Sampling
 from dsuf.engine.sequence import Sequence
+from dsuf.kernels.compress import PAIR_RING
+from dsuf.kernels.engram import HISTORY
 from dsuf.layout import pages_for
 
 PATTERNS = 64  # different random pages
@@ -51,6 +53,7 @@ class StepRun:
             self._fill(slot, rng)
             self.sequences.append(sequence)
         self._injected = 0
+        self._rings = self._scratch()
 
     def steps(self, count: int) -> list[float]:
         """Seconds of each of `count` steps as the host sees results come."""
@@ -91,12 +94,14 @@ class StepRun:
     def _device_time(self, step: Callable[[], Any], count: int) -> float:
         device = self.machine.device
         self.backend.finish()
+        self._keep_rings()
         step()
         first = device.record(timing=True)
         for _ in range(count):
             step()
         last = device.record(timing=True)
         last.wait()
+        self._put_rings_back()
         self.backend.forget_steps()
         return last.since(first) / count
 
@@ -108,6 +113,7 @@ class StepRun:
         to there.
         """
         starts = [len(sequence.emitted) for sequence in self.sequences]
+        self._keep_rings()
         for sequence in self.sequences:
             self.backend.set_drafting(sequence, draft=False)
         while any(len(s.emitted) < start + count for s, start in zip(self.sequences, starts, strict=True)):
@@ -115,6 +121,7 @@ class StepRun:
             self.backend.poll()
         self.backend.finish()
         out = np.array([s.emitted[at : at + count] for s, at in zip(self.sequences, starts, strict=True)], np.int32)
+        self._put_rings_back()
         for sequence, start in zip(self.sequences, starts, strict=True):
             del sequence.emitted[start:]
             self.backend.set_drafting(sequence, draft=True)
@@ -168,6 +175,22 @@ class StepRun:
             last.wait()
             found[name] = (count, last.since(first) / REPEATS * 1e6)
         return found
+
+    def _scratch(self) -> list[tuple[int, int, int]]:
+        """(address, bytes, place for a copy) of all rings: a run of more tokens than they spare cannot go back."""
+        pages, device = self.machine.pages, self.machine.device
+        slots, head = pages.slots, self.machine.spec.head_dim
+        rings = [(pages.windows, slots * pages.window_pitch), (pages.history, 4 * HISTORY * slots)]
+        rings += [(address, slots * PAIR_RING * 8 * head) for address in pages.pairs.values()]
+        return [(address, size, device.allocate(size, "bench")) for address, size in rings]
+
+    def _keep_rings(self) -> None:
+        for address, size, place in self._rings:
+            self.machine.device.copy_async(place, address, size)
+
+    def _put_rings_back(self) -> None:
+        for address, size, place in self._rings:
+            self.machine.device.copy_async(address, place, size)
 
     def _bucket(self) -> Bucket:
         return bucket_of(self._entries(), self.machine.spec.dspark_block_size)
