@@ -44,10 +44,11 @@ def masks_of(digits: Any) -> Any:
 @inline
 def fill_bins(
     hist: Any, line: Any, low_end: Any, high_end: Any, start: Any, threshold: Any, cut: Any, top: Any, scale: Any,
-    digit: Any, near: Any, prefix: Any, tid: Any, threads: Any,
+    by_mass: Any, digit: Any, near: Any, prefix: Any, tid: Any, threads: Any,
 ) -> Any:  # fmt: skip
     """Count and mass by the next digit of the kept tokens that share the digits found so far: `near` of the distance,
-    `prefix` of the key. Returns the stretch of a thread's tokens that do.
+    `prefix` of the key. Returns the stretch of a thread's tokens that do. Atomics decide the time of the first digit,
+    so there only what is selected by is added up: no mass when counting, no count of masses.
     """
     for i in range(tid, 3 * BINS, threads):
         sts_u32(uint32(hist + 4 * i), uint32(0))
@@ -67,11 +68,15 @@ def fill_bins(
             if kept and ((far ^ near) & far_mask) == 0 and ((key ^ prefix) & key_mask) == 0:
                 at = int32(255 - int32(key >> (24 - 8 * max(digit - FAR_DIGITS, 0)) & 255))
                 at = int32((far >> (16 - 8 * min(digit, 2))) & 255 if digit < FAR_DIGITS else at)
-                w = weight(x[j], top, scale)
-                high, low = split_mass(w)
-                atom_add_shared(uint32(hist + 4 * at), uint32(1))
-                atom_add_shared(uint32(hist + 4 * (BINS + at)), high)
-                atom_add_shared(uint32(hist + 4 * (2 * BINS + at)), low)
+                if by_mass == 0 or digit > 0:
+                    atom_add_shared(uint32(hist + 4 * at), uint32(1))
+                if by_mass == 1:
+                    w = weight(x[j], top, scale)
+                    high, low = split_mass(w)
+                    if high > 0:
+                        atom_add_shared(uint32(hist + 4 * (BINS + at)), high)
+                    if low > 0:
+                        atom_add_shared(uint32(hist + 4 * (2 * BINS + at)), low)
                 first = int32(min(first, i))
                 last = int32(i + 1)
     sync_threads()
@@ -79,7 +84,7 @@ def fill_bins(
 
 
 @inline
-def bins_of_cluster(hist: Any, tid: Any, blocks: Any) -> Any:
+def bins_of_cluster(hist: Any, by_mass: Any, tid: Any, blocks: Any) -> Any:
     """Count and mass of this thread's bin over all blocks (0 for threads without a bin)."""
     count = int64(0)
     high = int64(0)
@@ -87,8 +92,10 @@ def bins_of_cluster(hist: Any, tid: Any, blocks: Any) -> Any:
     if tid < BINS:
         for r in unroll(blocks):
             count = int64(count + ld_cluster_u32(cluster_address(uint32(hist + 4 * tid), uint32(r))))
-            high = int64(high + ld_cluster_u32(cluster_address(uint32(hist + 4 * (BINS + tid)), uint32(r))))
-            low = int64(low + ld_cluster_u32(cluster_address(uint32(hist + 4 * (2 * BINS + tid)), uint32(r))))
+        if by_mass == 1:
+            for r in unroll(blocks):
+                high = int64(high + ld_cluster_u32(cluster_address(uint32(hist + 4 * (BINS + tid)), uint32(r))))
+                low = int64(low + ld_cluster_u32(cluster_address(uint32(hist + 4 * (2 * BINS + tid)), uint32(r))))
     return count, int64((high << LOW) + low)
 
 

@@ -265,13 +265,15 @@ def make_filter(*, cluster: int, threads: int, most: int) -> Kernel:
                         digit = int32(0)
                         first_one = low_end
                         last_one = high_end
-                        while digit < DIGITS and ties > 1:
+                        while digit < DIGITS and ties != 1:
                             hist = uint32(sm + side * BIN_BYTES)
-                            first_one, last_one = fill_bins(hist, line, first_one, last_one, start, threshold, cut, top,
-                                                            scale, digit, near, prefix, tid, threads)  # fmt: skip
+                            first_one, last_one = fill_bins(
+                                hist, line, first_one, last_one, start, threshold, cut, top, scale, which, digit, near,
+                                prefix, tid, threads,
+                            )  # fmt: skip
                             cluster_arrive()
                             cluster_wait()
-                            count, mine = bins_of_cluster(hist, tid, cluster)
+                            count, mine = bins_of_cluster(hist, which, tid, cluster)
                             measure = int64(mine if which == 1 else count)
                             a, b, c, d = scan_pair(
                                 uint32(measure >> LOW), uint32(measure & LOW_MASK), scratch, tid, WARPS
