@@ -59,3 +59,9 @@ def test_a_full_digest_stands_for_the_tensors(folder):
     (folder / "checkpoint.sha256").write_text("nonsense")
     with pytest.raises(CheckpointError, match="64 hexadecimal"):
         of(folder)
+
+
+def test_the_seed_of_a_sparse_checkpoint_stands_for_its_tensors(tmp_path):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        write_checkpoint(micro_config(), tmp_path / name, sparse=True, seed=seed)
+    assert of(tmp_path / "a") == of(tmp_path / "b") != of(tmp_path / "c")
