@@ -259,12 +259,19 @@ FAULTS = {
         "device = Device.open(0, read_folder(Path(sys.argv[1]), 'sm_90a'))\n"
         "device.launch('fill', 1 << 46, 4096, 16, 16, 0, 0, 0, 1, 2)\ndevice.record().wait()"
     ),
+    "withheld flag of a rank": (
+        "device = Device.open(0, read_folder(Path(sys.argv[1]), 'sm_90a'))\n"
+        "ranks, part = Ranks([device] * 2, bound_us=200_000), device.allocate(2048, 'part')\n"
+        "device.zero(part, 2048)\nranks.exchange(1024).push(0, part)\nranks.exchange(1024).join(0, part, 3)\n"
+        "device.synchronize()\nranks.check({3: 'the output of layer 2'})"
+    ),
 }
 PROLOGUE = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from dsuf.engine.gpu.device import Device
+from dsuf.engine.gpu.ranks import Ranks
 from dsuf.errors import DeviceError
 from dsuf.kernels.launch import read_folder
 try:
