@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 
 GPU_CHUNK = 4096  # prompt rows of one pass on a GPU: enough that products, not weights, take the time
+GPU_NUMERICS = "bf16"  # how its results are to be compared: float32 sums of exact operands, rounded where that rounds
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,14 @@ def engine_options(
     environment = read_environment()
     on_cpu = gpus is None and numerics != EngineOptions.numerics  # only the CPU has a choice of numerics
     chosen = () if on_cpu else choose_gpus(gpus)
+    if chosen and numerics not in (EngineOptions.numerics, GPU_NUMERICS):
+        raise ConfigError(
+            f"--numerics {numerics} is one of the CPU backend; a GPU rounds where the official code rounds "
+            f"({GPU_NUMERICS}). Use --gpus 0, or leave it out."
+        )
     return EngineOptions(
         ckpt=Path(),
-        numerics=numerics,
+        numerics=GPU_NUMERICS if chosen else numerics,
         prefill=prefill,
         draft=parse_switch("--draft", draft),
         verify=parse_verify(verify),
@@ -106,7 +112,8 @@ def prepare(ckpt: str, options: EngineOptions) -> EngineOptions:
     options = replace(options, ckpt=folder)
     if options.gpus and not options.gpus_named and not _has_kernels(folder):
         say("The GPU is not used: no kernels are made for the dimensions of this checkpoint.")
-        return replace(options, gpus=(), prefill_chunk=type(options).prefill_chunk)
+        plain = type(options)
+        return replace(options, gpus=(), prefill_chunk=plain.prefill_chunk, numerics=plain.numerics)
     return options
 
 

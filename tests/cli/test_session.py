@@ -6,6 +6,7 @@ import pytest
 
 from dsuf.cli import machine, session
 from dsuf.cli.machine import Gpu, Gpus
+from dsuf.errors import ConfigError
 
 FLAGS = {"prefill": "truncated", "draft": "on", "verify": "auto", "max_context": None}
 
@@ -23,12 +24,12 @@ def options(ckpt, gpus=None, numerics="qdq64"):
 
 def test_the_built_in_checkpoint_runs_on_it(an_h200, environ):
     chosen = options("toy")
-    assert chosen.gpus == (0,) and chosen.prefill_chunk > 64
+    assert chosen.gpus == (0,) and chosen.prefill_chunk > 64 and chosen.numerics == "bf16"
 
 
 def test_a_checkpoint_without_kernels_runs_on_the_cpu_and_it_is_said(an_h200, environ, capsys):
     chosen = options("noise")
-    assert chosen.gpus == () and chosen.prefill_chunk == 64
+    assert chosen.gpus == () and chosen.prefill_chunk == 64 and chosen.numerics == "qdq64"
     assert "no kernels are made for the dimensions" in capsys.readouterr().err
 
 
@@ -38,3 +39,5 @@ def test_a_gpu_that_was_named_stays_named(an_h200, environ):
 
 def test_numerics_of_the_cpu_choose_the_cpu(an_h200, environ):
     assert options("toy", numerics="exact32").gpus == ()
+    with pytest.raises(ConfigError, match=r"--numerics exact32 is one of the CPU backend.*--gpus 0"):
+        options("toy", gpus="1", numerics="exact32")
