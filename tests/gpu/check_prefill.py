@@ -137,12 +137,13 @@ class Pages:
         spec, seen = self.spec, (probe.position + 1) // source.ratio
         q = bf16_to_float32(probe.index_q).astype(np.float64).reshape(spec.index_n_heads, -1)
         w = probe.index_weights.astype(np.float64) * (q.size**-0.5)
-        codes, scales = self.plane(source, "key_codes"), self.plane(source, "key_scales")
-        out = np.empty(seen)
+        if source.layer not in self._keys:
+            planes = self.plane(source, "key_codes"), self.plane(source, "key_scales")
+            self._keys[source.layer] = qdq.q4p_decode(*planes).astype(np.float32)  # exact
+        out, keys = np.empty(seen), self._keys[source.layer]
         for at in range(0, seen, BLOCKS):
             end = min(at + BLOCKS, seen)
-            keys = qdq.q4p_decode(codes[at:end], scales[at:end]).astype(np.float64)
-            out[at:end] = w @ np.maximum(q @ keys.T, 0)
+            out[at:end] = w @ np.maximum(q @ keys[at:end].astype(np.float64).T, 0)
         return out
 
     def attention(self, probe: Probe, source: SourceLayout) -> np.ndarray:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dsuf.engine.options import EngineOptions
 
 CHUNK = 4096  # rows of a pass
-PROFILED = 131072  # tokens of the profiled prompt at most
+PROFILED = 65536  # tokens of the profiled prompt at most
 FAMILIES = {
     "experts": ("grouped.",),
     "dense products": ("dense.",),
