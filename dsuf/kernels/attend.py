@@ -182,13 +182,6 @@ def make(*, h: int, d: int, rope: int, most: int) -> Kernel:
         window_keys = int32(int32(ldg_u32(last + row * 4)) + 1 - start)
         n = int32(window_keys + (int32(entries) if chosen != 0 else 0))
         part = int32(warp % PARTS)
-        # q of this warp's columns: (group, rows g and g + 8 of a product tile) -> four words
-        a = regs(8 * GROUPS * M_TILES)
-        for k in unroll(GROUPS):
-            for m in unroll(2 * M_TILES):
-                head = int32(heads + 8 * m + g)
-                of_q = q + ((row * h + min(head, h - 1)) * d + (part * GROUPS + k) * 32 + 8 * t) * 2
-                a[8 * M_TILES * k + 4 * m : 8 * M_TILES * k + 4 * m + 4] = ldg_u32x4(of_q)
         share = int32(max(((n + CLUSTER - 1) // CLUSTER + 7) // 8 * 8, LEAST_SHARE))
         base = int32(rank * share)
         mine = int32(max(min(n - base, share), 0))
@@ -225,6 +218,14 @@ def make(*, h: int, d: int, rope: int, most: int) -> Kernel:
                 else:
                     code4[4 * i : 4 * i + 2] = ldg_u32x2(code + piece * 8)
                     factor[i] = ldg_u8(scale + piece)
+        # q of this warp's columns: (group, rows g and g + 8 of a product tile) -> four words
+        a = regs(8 * GROUPS * M_TILES)
+        of_q = q + ((row * h + heads + g) * d + part * GROUPS * 32 + 8 * t) * 2
+        for k in unroll(GROUPS):
+            for m in unroll(2 * M_TILES):
+                skipped = 0 if h % HEADS == 0 else max(heads + 8 * m + g - (h - 1), 0)  # no row beyond the last head
+                word = ldg_u32x4(of_q + (8 * m * d + 32 * k) * 2 - int64(skipped) * (2 * d))
+                a[8 * M_TILES * k + 4 * m : 8 * M_TILES * k + 4 * m + 4] = word
         if owner >= 0:
             for k in unroll(GROUPS):
                 column = int32((part * GROUPS + k) * 32 + 8 * t)

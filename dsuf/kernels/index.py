@@ -169,7 +169,7 @@ def of_quad(value: Any, t: Any) -> Any:
 
 
 def make_scores(*, heads: int, di: int, warps: int) -> Kernel:
-    """heads a multiple of 8; di 32 or 128; as many warps as have registers for what they hold."""
+    """heads a multiple of 16; di 32 or 128; as many warps as have registers for what they hold."""
     WARPS, THREADS = warps, 32 * warps
     STEPS, WORDS, TILES = di // 16, di // 32, heads // 8
     SCALE = (di * heads) ** -0.5 * 2.0**64
@@ -297,28 +297,31 @@ def make_scores(*, heads: int, di: int, warps: int) -> Kernel:
                         )  # fmt: skip
                     for r in range(rows_here):
                         s = regs(4, 0.0)
-                        for n in unroll(TILES):
-                            low = (0.0, 0.0, 0.0, 0.0)
-                            high = (0.0, 0.0, 0.0, 0.0)
+                        b = regs(8)
+                        for n in range(0, TILES, 2):
+                            # four products that do not wait for each other: two tiles of heads, two of keys
+                            c = regs(4, (0.0, 0.0, 0.0, 0.0))
                             for pair in unroll(STEPS // 2):
-                                b = lds_u32x4(uint32(sm + r * Q_ROW + (n * (STEPS // 2) + pair) * 512 + lane * 16))
+                                for tile2 in unroll(2):
+                                    at_b = r * Q_ROW + ((n + tile2) * (STEPS // 2) + pair) * 512 + lane * 16
+                                    b[4 * tile2 : 4 * tile2 + 4] = lds_u32x4(uint32(sm + at_b))
                                 for half in unroll(2):
-                                    b2 = (b[2 * half], b[2 * half + 1])
-                                    low = mma_bf16(
-                                        (x[4 * pair + 2 * half], x[2 * STEPS + 4 * pair + 2 * half],
-                                         x[4 * pair + 2 * half + 1], x[2 * STEPS + 4 * pair + 2 * half + 1]), b2, low,
-                                    )  # fmt: skip
-                                    high = mma_bf16(
-                                        (x[4 * STEPS + 4 * pair + 2 * half], x[6 * STEPS + 4 * pair + 2 * half],
-                                         x[4 * STEPS + 4 * pair + 2 * half + 1],
-                                         x[6 * STEPS + 4 * pair + 2 * half + 1]), b2, high,
-                                    )  # fmt: skip
-                            w = lds_u32x2(uint32(sm + AT_WEIGHTS + (r * heads + 8 * n + 2 * t) * 4))
-                            for i in unroll(2):
-                                s[i] = fma(fmax(low[2 * i], 0.0), as_float(w[0]), s[i])
-                                s[i] = fma(fmax(low[2 * i + 1], 0.0), as_float(w[1]), s[i])
-                                s[2 + i] = fma(fmax(high[2 * i], 0.0), as_float(w[0]), s[2 + i])
-                                s[2 + i] = fma(fmax(high[2 * i + 1], 0.0), as_float(w[1]), s[2 + i])
+                                    for tile2 in unroll(2):
+                                        for m in unroll(2):
+                                            c[2 * tile2 + m] = mma_bf16(
+                                                (x[4 * STEPS * m + 4 * pair + 2 * half],
+                                                 x[4 * STEPS * m + 2 * STEPS + 4 * pair + 2 * half],
+                                                 x[4 * STEPS * m + 4 * pair + 2 * half + 1],
+                                                 x[4 * STEPS * m + 2 * STEPS + 4 * pair + 2 * half + 1]),
+                                                (b[4 * tile2 + 2 * half], b[4 * tile2 + 2 * half + 1]),
+                                                c[2 * tile2 + m],
+                                            )  # fmt: skip
+                            for tile2 in unroll(2):
+                                w = lds_u32x2(uint32(sm + AT_WEIGHTS + (r * heads + 8 * (n + tile2) + 2 * t) * 4))
+                                for i in unroll(4):
+                                    two = c[2 * tile2 + i // 2]
+                                    s[i] = fma(fmax(two[2 * (i % 2)], 0.0), as_float(w[0]), s[i])
+                                    s[i] = fma(fmax(two[2 * (i % 2) + 1], 0.0), as_float(w[1]), s[i])
                         for i in unroll(4):
                             s[i] = sum_over(s[i], QUAD)
                         row = int64(first + r)
@@ -358,7 +361,7 @@ def entries(width: Width) -> list[Entry]:
         Entry(
             f"index.scores/{width.label}",
             make_scores,
-            {**shape, "warps": 8},
+            {**shape, "warps": 12},
             width.chips,
             index_scores,
             nbytes,

@@ -117,187 +117,184 @@ def make() -> Kernel:
         sm = shared_base()
         wait_for_previous_kernel()
         let_next_kernel_start()
-        active = int32(ldg_u32(sequence + row * 4)) >= 0
-        n = int32(0)
+        owner = int32(ldg_u32(sequence + row * 4))
+        place = int32(ldg_u32(position + row * 4))
+        n = int32((place + 1) >> shift if owner >= 0 else 0)
         block = int32(int32(1) << block_shift)
-        if active:
-            n = int32((int32(ldg_u32(position + row * 4)) + 1) >> shift)
-            if candidates != 0:
-                used = int32(ldg_u32(number_in + row * 4))
-                newest = int32(ldg_u32(candidates + (row * kept + max(used - 1, 0)) * 4))
-                n = int32(max(used - 1, 0) * block + min(n - newest * block, block) * min(used, 1))
+        if candidates != 0 and owner >= 0:
+            used = int32(ldg_u32(number_in + row * 4))
+            newest = int32(ldg_u32(candidates + (row * kept + max(used - 1, 0)) * 4))
+            n = int32(max(used - 1, 0) * block + min(n - newest * block, block) * min(used, 1))
         held = int32(0)  # in the list of the stage before; 0: there was none
         bound = uint32(1)  # no smaller key is among the largest
-        for stage in range(5 if blocks_out != 0 else 3):
+        runs = int32((n + RUN - 1) >> RUN_SHIFT)
+        blocks = int32((n + block - 1) >> block_shift)
+        stages = int32(5 if blocks_out != 0 else 3)
+        stage = int32(2 if n <= DIRECT else 1)
+        stage = int32(0 if n > DIRECT and runs > k else stage)
+        while stage < stages:
             # what this stage chooses from: `total` values at `values`, of which the list's runs or blocks hold m
             level = int32(stage if stage < 3 else stage - 3)
             wanted = int32(k if stage < 3 else blocks_kept)
             values = best32 + row * (capacity >> RUN_SHIFT) * 4
-            total = int32((n + RUN - 1) >> RUN_SHIFT)
+            total = runs
             fan = int32(0)
-            near = int32(n if stage < 3 else (n + block - 1) >> block_shift) <= DIRECT
-            skipped = near or total <= wanted
             if level == 1:
                 fan = int32(RUN_SHIFT - block_shift)
                 values = best + row * (capacity >> block_shift) * 4
-                total = int32((n + block - 1) >> block_shift)
-                skipped = near and stage == 1
+                total = blocks
             if level == 2:
                 fan = int32(block_shift)
                 values = scores + row * capacity * 4
                 total = n
-                skipped = n < 0
-            if stage == 3:
-                held = int32(0)
-                bound = uint32(1)
-            if not skipped:
-                forced = int32(total - 1 if stage >= 3 else -1)
-                last = stage == 2 or stage == 4
-                listed = held > 0
-                before = uint32(sm + AT_LIST + (stage + 1 & 1) * (4 * MOST_WANTED))
-                after = uint32(sm + AT_LIST + (stage & 1) * (4 * MOST_WANTED))
-                m = total
-                if listed:
-                    newest = int32(lds_u32(uint32(before + 4 * (held - 1))))
-                    m = int32((held - 1 << fan) + min(total - (newest << fan), int32(1) << fan))
-                span_shift = int32(0)
-                equal = int32(0)
-                if m > wanted:
-                    clear_bins(sm, tid)
-                    least = uint32(FORCED)
-                    most = uint32(0)
-                    for start in range(4 * tid, m, 4 * QUADS * THREADS):
-                        # quads of neighbours; runs' values need not start at a multiple of 16 bytes
-                        keys = regs(4 * QUADS)
-                        for j in unroll(QUADS):
-                            i = int32(min(start + 4 * j * THREADS, (m - 1) // 4 * 4))
-                            at = i
-                            if listed:
-                                at = int32(
-                                    (int32(lds_u32(uint32(before + 4 * (i >> fan)))) << fan) + (i & (1 << fan) - 1)
-                                )
-                            if level > 0:
-                                keys[4 * j : 4 * j + 4] = ldg_u32x4(values + int64(at) * 4)
-                            else:
-                                for e in unroll(4):
-                                    keys[4 * j + e] = ldg_u32(values + int64(min(at + e, total - 1)) * 4)
+            forced = int32(total - 1 if stage >= 3 else -1)
+            last = stage == 2 or stage == 4
+            listed = held > 0
+            before = uint32(sm + AT_LIST + (stage + 1 & 1) * (4 * MOST_WANTED))
+            after = uint32(sm + AT_LIST + (stage & 1) * (4 * MOST_WANTED))
+            m = total
+            if listed:
+                newest = int32(lds_u32(uint32(before + 4 * (held - 1))))
+                m = int32((held - 1 << fan) + min(total - (newest << fan), int32(1) << fan))
+            span_shift = int32(0)
+            equal = int32(0)
+            if m > wanted:
+                clear_bins(sm, tid)
+                least = uint32(FORCED)
+                most = uint32(0)
+                for start in range(4 * tid, m, 4 * QUADS * THREADS):
+                    # quads of neighbours; runs' values need not start at a multiple of 16 bytes
+                    keys = regs(4 * QUADS)
+                    for j in unroll(QUADS):
+                        i = int32(min(start + 4 * j * THREADS, (m - 1) // 4 * 4))
+                        at = i
+                        if listed:
+                            at = int32((int32(lds_u32(uint32(before + 4 * (i >> fan)))) << fan) + (i & (1 << fan) - 1))
+                        if level > 0:
+                            keys[4 * j : 4 * j + 4] = ldg_u32x4(values + int64(at) * 4)
+                        else:
                             for e in unroll(4):
-                                keys[4 * j + e] = uint32(FIRST if at + e == forced else keys[4 * j + e])
-                        for j in unroll(QUADS):
-                            i = int32(start + 4 * j * THREADS)
-                            if i < m:
-                                for e in unroll(4):
-                                    key = ordered(as_float(keys[4 * j + e]))
-                                    key = uint32(key if i + e < m else 0)
-                                    keys[4 * j + e] = key
-                                    real = i + e < m and key != FORCED
-                                    least = uint32(min(least, key) if real else least)
-                                    most = uint32(max(most, key) if real else most)
-                                sts_u32x4(uint32(sm + 4 * i), keys[4 * j : 4 * j + 4])
-                    least = warp_min_u32(least)
-                    most = warp_max_u32(most)
-                    if lane == 0:
-                        sts_u32(uint32(sm + AT_SPANS + 4 * warp), least)
-                        sts_u32(uint32(sm + AT_SPANS + 4 * (WARPS + warp)), most)
-                    sync_threads()
-                    for j in unroll(0, WARPS, 4):
-                        four = lds_u32x4(uint32(sm + AT_SPANS + 4 * j))
-                        top = lds_u32x4(uint32(sm + AT_SPANS + 4 * (WARPS + j)))
-                        for i in unroll(4):
-                            least = uint32(min(least, four[i]))
-                            most = uint32(max(most, top[i]))
-                    bound = uint32(max(bound, least))
-                    span_shift = int32(max(32 - DIGIT - int32(count_leading_zeros(uint32(most - bound))), 0))
-                    equal = int32(wanted - 1 if forced >= 0 else wanted)
-                    above_shift = int32(0)  # of the pass before: this pass is about the keys of one of its bins
-                    going = int32(1 if equal > 0 else 0)
-                    for step in unroll(3):
-                        if going > 0:
-                            for i in range(4 * tid, m, 4 * THREADS):
-                                four = lds_u32x4(uint32(sm + 4 * i))
-                                for e in unroll(4):
-                                    away = uint32(four[e] - bound)
-                                    inside = four[e] >= bound and four[e] != FORCED
-                                    if step > 0:
-                                        inside = inside and away >> above_shift == 0
-                                    if inside:
-                                        atom_add_shared(uint32(sm + AT_BINS + (away >> span_shift) * 4), uint32(1))
-                            sync_threads()
-                            # a thread's bins from the top down
-                            first_bin = int32(BINS - BINS_OF_THREAD * (tid + 1))
-                            bins = regs(BINS_OF_THREAD)
-                            for j in unroll(0, BINS_OF_THREAD, 4):
-                                bins[j : j + 4] = lds_u32x4(uint32(sm + AT_BINS + 4 * (first_bin + j)))
-                            mine = uint32(0)
-                            for j in unroll(BINS_OF_THREAD):
-                                mine = uint32(mine + bins[j])
-                            above = int32(sum_before(mine, sm, lane, warp))
-                            if above < equal and above + int32(mine) >= equal:
-                                for j in unroll(BINS_OF_THREAD - 1, -1, -1):
-                                    here = int32(bins[j])
-                                    if above < equal and above + here >= equal:
-                                        sts_u32(uint32(sm + AT_FOUND), uint32(first_bin + j))
-                                        sts_u32(uint32(sm + AT_FOUND + 4), uint32(equal - above))
-                                        sts_u32(uint32(sm + AT_FOUND + 8), uint32(here))
-                                    above = int32(above + here)
-                            clear_bins(sm, tid)
-                            sync_threads()
-                            bound = uint32(bound + (lds_u32(uint32(sm + AT_FOUND)) << span_shift))
-                            equal = int32(lds_u32(uint32(sm + AT_FOUND + 4)))
-                            going = int32(
-                                1 if int32(lds_u32(uint32(sm + AT_FOUND + 8))) > equal and span_shift > 0 else 0
-                            )
-                            above_shift = span_shift
-                            span_shift = int32(max(span_shift - DIGIT, 0) if going > 0 else span_shift)
-                            sync_threads()
-                # a thread writes the indices of a run of neighbours, behind those of the threads before it
-                own = int32((m + 4 * THREADS - 1) // (4 * THREADS) * 4)
-                above = int32(0)
-                here = int32(0)
-                if m > wanted:
-                    for i in range(own * tid, min(own * tid + own, m), 4):
-                        four = lds_u32x4(uint32(sm + 4 * i))
+                                keys[4 * j + e] = ldg_u32(values + int64(min(at + e, total - 1)) * 4)
                         for e in unroll(4):
-                            at_least = four[e] >= bound
-                            in_bin = at_least and (uint32(four[e] - bound) >> span_shift) == 0
-                            here = int32(here + (1 if in_bin else 0))
-                            above = int32(above + (1 if at_least and not in_bin else 0))
-                    both = sum_before(uint32(above << 16 | here), sm, lane, warp)
-                    above = int32(both >> 16)
-                    here = int32(both & 0xFFFF)
+                            keys[4 * j + e] = uint32(FIRST if at + e == forced else keys[4 * j + e])
+                    for j in unroll(QUADS):
+                        i = int32(start + 4 * j * THREADS)
+                        if i < m:
+                            for e in unroll(4):
+                                key = ordered(as_float(keys[4 * j + e]))
+                                key = uint32(key if i + e < m else 0)
+                                keys[4 * j + e] = key
+                                real = i + e < m and key != FORCED
+                                least = uint32(min(least, key) if real else least)
+                                most = uint32(max(most, key) if real else most)
+                            sts_u32x4(uint32(sm + 4 * i), keys[4 * j : 4 * j + 4])
+                least = warp_min_u32(least)
+                most = warp_max_u32(most)
+                if lane == 0:
+                    sts_u32(uint32(sm + AT_SPANS + 4 * warp), least)
+                    sts_u32(uint32(sm + AT_SPANS + 4 * (WARPS + warp)), most)
+                sync_threads()
+                for j in unroll(0, WARPS, 4):
+                    four = lds_u32x4(uint32(sm + AT_SPANS + 4 * j))
+                    top = lds_u32x4(uint32(sm + AT_SPANS + 4 * (WARPS + j)))
+                    for i in unroll(4):
+                        least = uint32(min(least, four[i]))
+                        most = uint32(max(most, top[i]))
+                bound = uint32(max(bound, least))
+                span_shift = int32(max(32 - DIGIT - int32(count_leading_zeros(uint32(most - bound))), 0))
+                equal = int32(wanted - 1 if forced >= 0 else wanted)
+                above_shift = int32(0)  # of the pass before: this pass is about the keys of one of its bins
+                going = int32(1 if equal > 0 else 0)
+                for step in unroll(3):
+                    if going > 0:
+                        for i in range(4 * tid, m, 4 * THREADS):
+                            four = lds_u32x4(uint32(sm + 4 * i))
+                            for e in unroll(4):
+                                away = uint32(four[e] - bound)
+                                inside = four[e] >= bound and four[e] != FORCED
+                                if step > 0:
+                                    inside = inside and away >> above_shift == 0
+                                if inside:
+                                    atom_add_shared(uint32(sm + AT_BINS + (away >> span_shift) * 4), uint32(1))
+                        sync_threads()
+                        # a thread's bins from the top down
+                        first_bin = int32(BINS - BINS_OF_THREAD * (tid + 1))
+                        bins = regs(BINS_OF_THREAD)
+                        for j in unroll(0, BINS_OF_THREAD, 4):
+                            bins[j : j + 4] = lds_u32x4(uint32(sm + AT_BINS + 4 * (first_bin + j)))
+                        mine = uint32(0)
+                        for j in unroll(BINS_OF_THREAD):
+                            mine = uint32(mine + bins[j])
+                        above = int32(sum_before(mine, sm, lane, warp))
+                        if above < equal and above + int32(mine) >= equal:
+                            for j in unroll(BINS_OF_THREAD - 1, -1, -1):
+                                here = int32(bins[j])
+                                if above < equal and above + here >= equal:
+                                    sts_u32(uint32(sm + AT_FOUND), uint32(first_bin + j))
+                                    sts_u32(uint32(sm + AT_FOUND + 4), uint32(equal - above))
+                                    sts_u32(uint32(sm + AT_FOUND + 8), uint32(here))
+                                above = int32(above + here)
+                        clear_bins(sm, tid)
+                        sync_threads()
+                        bound = uint32(bound + (lds_u32(uint32(sm + AT_FOUND)) << span_shift))
+                        equal = int32(lds_u32(uint32(sm + AT_FOUND + 4)))
+                        going = int32(1 if int32(lds_u32(uint32(sm + AT_FOUND + 8))) > equal and span_shift > 0 else 0)
+                        above_shift = span_shift
+                        span_shift = int32(max(span_shift - DIGIT, 0) if going > 0 else span_shift)
+                        sync_threads()
+            # a thread writes the indices of a run of neighbours, behind those of the threads before it
+            own = int32((m + 4 * THREADS - 1) // (4 * THREADS) * 4)
+            above = int32(0)
+            here = int32(0)
+            if m > wanted:
                 for i in range(own * tid, min(own * tid + own, m), 4):
-                    four = (uint32(0), uint32(0), uint32(0), uint32(0))
-                    if m > wanted:
-                        four = lds_u32x4(uint32(sm + 4 * i))
-                    at = i
-                    if listed:
-                        at = int32((int32(lds_u32(uint32(before + 4 * (i >> fan)))) << fan) + (i & (1 << fan) - 1))
-                    index = at
-                    if stage == 2 and candidates != 0:
-                        entry = int32(ldg_u32(candidates + (row * kept + (at >> block_shift)) * 4))
-                        index = int32((entry << block_shift) + (at & block - 1))
+                    four = lds_u32x4(uint32(sm + 4 * i))
                     for e in unroll(4):
                         at_least = four[e] >= bound
                         in_bin = at_least and (uint32(four[e] - bound) >> span_shift) == 0
-                        is_above = at_least and not in_bin
-                        place = int32(above + min(here, equal) if m > wanted else i + e)
-                        taken = is_above or (in_bin and here < equal) if m > wanted else i + e < m
                         here = int32(here + (1 if in_bin else 0))
-                        above = int32(above + (1 if is_above else 0))
-                        if taken:
-                            if stage == 4:
-                                stg_u32(blocks_out + (row * blocks_kept + place) * 4, uint32(at + e))
-                            if stage == 2:
-                                stg_u32(out + (row * k + place) * 4, uint32(index + e))
-                            if not last:
-                                sts_u32(uint32(after + 4 * place), uint32(at + e))
-                held = int32(min(m, wanted))
-                if tid == 0 and last:
-                    if stage == 2:
-                        stg_u32(number + row * 4, uint32(held))
-                    else:
-                        stg_u32(number_blocks + row * 4, uint32(held))
-                sync_threads()
+                        above = int32(above + (1 if at_least and not in_bin else 0))
+                both = sum_before(uint32(above << 16 | here), sm, lane, warp)
+                above = int32(both >> 16)
+                here = int32(both & 0xFFFF)
+            for i in range(own * tid, min(own * tid + own, m), 4):
+                four = (uint32(0), uint32(0), uint32(0), uint32(0))
+                if m > wanted:
+                    four = lds_u32x4(uint32(sm + 4 * i))
+                at = i
+                if listed:
+                    at = int32((int32(lds_u32(uint32(before + 4 * (i >> fan)))) << fan) + (i & (1 << fan) - 1))
+                index = at
+                if stage == 2 and candidates != 0:
+                    entry = int32(ldg_u32(candidates + (row * kept + (at >> block_shift)) * 4))
+                    index = int32((entry << block_shift) + (at & block - 1))
+                for e in unroll(4):
+                    at_least = four[e] >= bound
+                    in_bin = at_least and (uint32(four[e] - bound) >> span_shift) == 0
+                    is_above = at_least and not in_bin
+                    place = int32(above + min(here, equal) if m > wanted else i + e)
+                    taken = is_above or (in_bin and here < equal) if m > wanted else i + e < m
+                    here = int32(here + (1 if in_bin else 0))
+                    above = int32(above + (1 if is_above else 0))
+                    if taken:
+                        if stage == 4:
+                            stg_u32(blocks_out + (row * blocks_kept + place) * 4, uint32(at + e))
+                        if stage == 2:
+                            stg_u32(out + (row * k + place) * 4, uint32(index + e))
+                        if not last:
+                            sts_u32(uint32(after + 4 * place), uint32(at + e))
+            held = int32(min(m, wanted))
+            if tid == 0 and last:
+                if stage == 2:
+                    stg_u32(number + row * 4, uint32(held))
+                else:
+                    stg_u32(number_blocks + row * 4, uint32(held))
+            sync_threads()
+            stage = int32(stage + 1)
+            if stage == 3:
+                held = int32(0)
+                bound = uint32(1)
+                stage = int32(4 if blocks <= DIRECT or runs <= blocks_kept else 3)
 
     return select
 
