@@ -5,7 +5,7 @@
 Of positions spread over the prompt, and its last, layer 2's selected entries and one attention output are made again;
 of the last also the candidate blocks of the candidate source. A selection may differ in entries whose scores are closer
 to its smallest than float32 sums can tell. Then the same tokens in chunks of another length must leave the same pages.
-Writes OUT_FOLDER/prefill-h200.json (the bench object) and OUT_FOLDER/prefill-check.json.
+Writes OUT_FOLDER/prefill-h200.json, the bench object with what was checked as params.checks.
 """
 
 from __future__ import annotations
@@ -252,9 +252,11 @@ def main() -> None:
 
     PromptRun.prompt, GpuBackend.release = watched_prompt, watched_release
     engine = EngineOptions(Path(), gpus=(0,), kernels=options.kernels)
-    bench = BenchOptions(1, 1, 0, "", options.out / "prefill-h200.json", None, ())
-    prefill_config("h200x1", engine, lengths, bench, profile=True)
-    (options.out / "prefill-check.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
+    file = options.out / "prefill-h200.json"
+    prefill_config("h200x1", engine, lengths, BenchOptions(1, 1, 0, "h200x1", file, None, ()), profile=True)
+    bench = json.loads(file.read_text(encoding="utf-8"))
+    bench["params"]["checks"] = result
+    file.write_text(json.dumps(bench, indent=1), encoding="utf-8")
     wrong = sum(row["wrong"] for row in result["rows"]) + (not result["same_pages"])
     wrong += sum(one[name]["wrong"] for one in result["candidates"] for name in ("blocks", "selected"))
     print(f"{len(result['rows'])} rows, wrong: {wrong}", flush=True)
