@@ -205,6 +205,8 @@ def make() -> Kernel:
                 equal = int32(wanted - 1 if forced >= 0 else wanted)
                 above_shift = int32(0)  # of the pass before: this pass is about the keys of one of its bins
                 going = int32(1 if equal > 0 else 0)
+                bound = uint32(bound if going > 0 else FORCED - 1)  # nothing but the forced one is wanted
+                span_shift = int32(span_shift if going > 0 else 0)
                 for step in unroll(3):
                     if going > 0:
                         for i in range(4 * tid, m, 4 * THREADS):

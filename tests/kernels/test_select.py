@@ -62,7 +62,9 @@ def test_negative_zero_equal_and_infinite_scores_keep_their_order():
     assert out[0].tolist() == [0, 2, 3, 7]
 
 
-@pytest.mark.parametrize(("block_shift", "keep", "n"), [(3, 16, 5), (3, 16, 128), (3, 16, 700), (2, 3, 9), (2, 3, 500)])
+@pytest.mark.parametrize(
+    ("block_shift", "keep", "n"), [(3, 16, 5), (3, 16, 128), (3, 16, 700), (2, 3, 9), (2, 3, 500), (3, 1, 90)]
+)
 def test_candidate_blocks_hold_the_newest_and_the_best(block_shift: int, keep: int, n: int):
     rng = np.random.default_rng(n)
     scores = rng.integers(-20, 20, (2, 704)).astype(np.float32)
