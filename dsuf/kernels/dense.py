@@ -7,7 +7,7 @@
     bf16   bf16 (pack_bf16)                     float32 [rows, n]            router, compressor, index weights
 
 x bf16 [rows, groups * K] in product order: decoded Q8 rows, or plain bf16 ones. n a multiple of 16, K of 64; `chunk`
-says how many columns a packed chunk has. Any grid will do: blocks walk the tiles, whose height suits rows and grid.
+says how many columns a packed chunk has. Any grid will do: blocks walk the tiles.
 
 Reference: dsuf.ops.product.product and grouped_product. Operations: 2 rows groups n K. Rows of x may be poisoned beyond
 `rows`: they are not read.
@@ -36,7 +36,6 @@ from dsuf.kernels.gemm import (
 )
 from dsuf.kernels.gemm_tensor import WEIGHT_TILE, end_tensor, multiply_tensor, start_tensor, turn_tensor
 from dsuf.kernels.lang import Kernel, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
-from dsuf.kernels.ptx.copy import mbarrier_wait
 from dsuf.kernels.ptx.fragments import quotient
 from dsuf.kernels.ptx.memory import lds_u32x4, shared_base, stg_u32x4, sts_f32
 from dsuf.kernels.ptx.op import ALL_CHIPS, BLACKWELL
@@ -56,21 +55,6 @@ from dsuf.ops.product import product
 WIDE = 68 * 4  # bytes of a row of 64 float32 outputs while they are turned: 4 words more, so that no banks meet
 TURN_WIDE = 64 * WIDE
 SM_COUNT = 132
-MARGIN, WORST = 400, 0x3FFFFFF
-
-
-@inline
-def best_columns(rows: Any, across: Any, steps: Any, blocks: Any, most: Any, least: Any, grain: Any, lane: Any) -> Any:
-    """Activation rows of a tile, a multiple of 8 up to `most`, for which the blocks finish first; a lane a candidate.
-
-    A tile takes as long as its rows, but not less than turning 64 columns of weights to bf16, and MARGIN for its ends.
-    """
-    columns = int32(8 * (lane + 1))
-    turns = quotient(int32(quotient(int32(rows + columns - 1), columns) * across + blocks - 1), blocks)
-    cost = int32(min(turns * (max(columns, least) * steps + MARGIN), WORST))
-    cost = int32(cost if columns >= 16 and columns <= most and (columns & (grain - 1)) == 0 else WORST)
-    picked = warp_min_u32(uint32(cost * 32 + 31 - lane))
-    return int32(8 * (32 - (picked & 31)))
 
 
 @inline
@@ -132,35 +116,23 @@ def store_f32(
             group_barrier(crew)
 
 
-def make(
-    *,
-    kind: str,
-    wide: bool,
-    most: int,
-    stages: int,
-    span: int,
-    chip: str,
-    least: int = 64,
-    pace: int = 0,
-    grain: int = 8,
-    fence: bool = True,
-) -> Kernel:
-    """wide: float32 outputs; most: rows of x in a tile, a multiple of 64 up to 256; span: tiles beside each other."""
+def make(*, kind: str, wide: bool, columns: int, stages: int, span: int, chip: str) -> Kernel:
+    """wide: float32 outputs; columns: rows of x in a tile, multiple of 64 up to 256; span: tiles beside each other."""
     WEIGHTS = FP8 if kind == "fp8" else BF16
     TURNING = TURN_WIDE if wide else TURN
     TENSOR = chip in BLACKWELL
     STAGES, TILES = (min(stages, 4), 2 * WEIGHT_TILE) if TENSOR else (stages, 0)
-    RING = Ring.of(WEIGHTS, most, STAGES, 2 * TURNING + TILES)
+    RING = Ring.of(WEIGHTS, columns, STAGES, 2 * TURNING + TILES)
     READERS = 1 if TENSOR else 8
     BYTES = 4 if wide else 2
-    pair, zero, finish = products(most, grain)
+    pair, zero, finish = products((columns,))
 
-    @kernel(threads=THREADS, grid=(SM_COUNT,), shared=RING.size, name=f"dense_{kind}_{most}_s{stages}_g{span}")
+    @kernel(threads=THREADS, grid=(SM_COUNT,), shared=RING.size, name=f"dense_{kind}_{columns}_s{stages}_g{span}")
     def dense(w: s64, x: s64, y: s64, rows: s32, n: s32, k: s32, groups: s32, chunk: s32) -> None:
         tid = int32(thread_index())
         sm = shared_base()
         if tid == 0:
-            start_barriers(uint32(sm + RING.bars), STAGES, READERS, pace)
+            start_barriers(uint32(sm + RING.bars), STAGES, READERS)
         if TENSOR:
             tensor = start_tensor(RING, sm, tid)
         else:
@@ -171,7 +143,6 @@ def make(
         steps = int32(k >> 6)
         across = int32((n + 127) >> 7)
         blocks = int32(block_count())
-        columns = best_columns(rows, int32(across * groups), steps, blocks, most, least, grain, int32(tid & 31))
         down = quotient(int32(rows + columns - 1), columns)
         tiles = int32(down * across * groups)
         number = int32(block_index())
@@ -185,19 +156,19 @@ def make(
             chunk_bytes = int32(chunk * (WEIGHTS.codes // 64) + scale_bytes)
             last = int32(((n + 15) >> 4) - 1)
             pitch = int32(k * groups * 2)
-            offsets = regs(most // 16)
+            offsets = regs(columns // 16)
             mine, _ = copy_of(tid, WEIGHTS)
             while number < tiles:
                 row, group, place = tile_of(number, down, across, groups, span)
                 row = int32(row * columns)
-                for i in unroll(most // 16):
+                for i in unroll(columns // 16):
                     offsets[i] = uint32(min(row + (tid >> 3) + 16 * i, rows - 1) * pitch)
                 part = int32(min(place * PARTS + mine, last))
                 base = w + (int64(group) * (last + 1) + part) * (int64(steps >> shift) * chunk_bytes)
                 if tid >= 64:
                     base = base + chunk * (WEIGHTS.codes // 64)
                 source = x + (int64(group) * k * 2 + (tid & 7) * 16)
-                pieces = int32((columns + 15) >> 4)
+                pieces = int32(columns // 16)
                 stage, phase = produce(RING, WEIGHTS, sm, tid, steps, shift, source, offsets, pieces, base,
                                              chunk_bytes, scale_bytes, stage, phase)  # fmt: skip
                 number = int32(number + blocks)
@@ -225,21 +196,16 @@ def make(
                         stage, phase, count, finished,
                     )  # fmt: skip
                 else:
-                    fresh = int32(1 if number == block_index() else 0)
-                    if pace > 0:  # noqa: SIM102
-                        if crew == 1 and fresh == 1:
-                            mbarrier_wait(uint32(sm + RING.bars + 16 * STAGES), uint32(0))
                     acc, stage, phase = multiply(
-                        RING, WEIGHTS, pair, zero, finish, sm, warp, lane, columns, steps, shift, stage, phase, fence,
-                        pace, int32(fresh if crew == 0 else 0),
-                    )  # fmt: skip
+                        RING, WEIGHTS, pair, zero, finish, sm, warp, lane, columns, steps, shift, stage, phase
+                    )
                 first = int32(place * TILE_ROWS + crew * 64)
                 to = y + (int64(row) * pitch + group * n + first) * BYTES
                 left = int32(min(columns, rows - row))
                 if wide:
-                    store_f32(TENSOR, acc, most, at, crew, warp, t, to, pitch, int32(n - first), left)
+                    store_f32(TENSOR, acc, columns, at, crew, warp, t, to, pitch, int32(n - first), left)
                 else:
-                    store_bf16(TENSOR, acc, most, at, crew, warp, t, to, pitch, int32(n - first), left)
+                    store_bf16(TENSOR, acc, columns, at, crew, warp, t, to, pitch, int32(n - first), left)
                 number = int32(number + blocks)
         if TENSOR:
             end_tensor(tensor, tid)
@@ -260,6 +226,6 @@ def entries(width: Width) -> list[Entry]:
 
 
 SHAPES = {
-    "fp8": {"wide": False, "most": 256, "stages": 5, "span": 8, "grain": 256},
-    "bf16": {"wide": True, "most": 128, "stages": 4, "span": 16, "grain": 128},
+    "fp8": {"wide": False, "columns": 256, "stages": 5, "span": 8},
+    "bf16": {"wide": True, "columns": 128, "stages": 4, "span": 16},
 }

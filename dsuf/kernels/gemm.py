@@ -50,7 +50,7 @@ from dsuf.kernels.ptx.wgmma import (
     wgmma_wait_but_last,
     zeros,
 )
-from dsuf.kernels.ptx.wgmma_widths import wgmma_pair
+from dsuf.kernels.ptx.wgmma_pair import wgmma_pair
 
 TILE_ROWS = 128  # weight rows of a block
 PARTS = 8  # packed tiles of 16 of them
@@ -103,13 +103,11 @@ def product_column(c: Any) -> Any:
 
 
 @inline
-def start_barriers(bar: Any, stages: Any, readers: Any, pace: Any) -> None:
+def start_barriers(bar: Any, stages: Any, readers: Any) -> None:
     """One thread: `full` barriers (128 threads' copies and one expectation), then `empty` ones (`readers` arrivals)."""
     for s in unroll(stages):
         mbarrier_init(uint32(bar + 8 * s), uint32(129))
         mbarrier_init(uint32(bar + 8 * (stages + s)), uint32(readers))
-    if pace > 0:
-        mbarrier_init(uint32(bar + 16 * stages), uint32(4))
     fence_async()
 
 
@@ -192,12 +190,12 @@ def fragments(weights: Any, half: Any, codes: Any, scales: Any, group: Any, wide
 @inline
 def multiply(
     ring: Any, weights: Any, pair: Any, zero: Any, finish: Any, sm: Any, part: Any, lane: Any, columns: Any, steps: Any,
-    shift: Any, stage: Any, phase: Any, fence: Any, pace: Any, paced: Any,
+    shift: Any, stage: Any, phase: Any,
 ) -> Any:  # fmt: skip
     """A warpgroup's 64 weight rows (packed tile `part` is this warp's) by `columns` activation rows over all steps.
 
-    Returns the accumulators, the next stage and its phase; pair, zero and finish are what `products` gives; columns has
-    to be uniform for the compiler. The registers of one half of a stage are made while the other half is multiplied.
+    Returns the accumulators, the next stage and its phase; pair, zero and finish are what `products` gives, columns is
+    one of its widths. The registers of one half of a stage are made while the other half is multiplied.
     """
     bar = uint32(sm + ring.bars)
     codes = uint32(sm + ring.codes + part * weights.codes)
@@ -208,8 +206,7 @@ def multiply(
     acc = zero()
     before = stage
     mbarrier_wait(uint32(bar + 8 * stage), uint32(phase))
-    if fence:
-        fence_async()
+    fence_async()
     at = uint32(codes + stage * (PARTS * weights.codes))
     of = uint32(scales + stage * (PARTS * weights.scales))
     group = int32(0)
@@ -217,15 +214,12 @@ def multiply(
     k = int32(0)
     while k < steps:
         rows = int64(SWIZZLED_TILE) + (int64(uint32(sm + stage * (ring.rows * 128))) >> 4)
-        acc = pair((a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7]), rows, int32(min(k, 1)), columns, acc)
-        if pace > 0:  # noqa: SIM102
-            if paced == 1 and k == min(pace, steps) - 1 and lane == 0:
-                mbarrier_arrive(uint32(bar + 16 * ring.stages))
+        acc = pair[columns]((a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7]), rows, int32(min(k, 1)), acc)
         wgmma_wait_but_last()  # the stage before is read
         if k > 0 and lane == 0:
             mbarrier_arrive(uint32(bar + 8 * (ring.stages + before)))
         b = fragments(weights, 1, at, of, group, wide, lane)
-        acc = pair((b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7]), rows + 4, int32(1), columns, acc)
+        acc = pair[columns]((b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7]), rows + 4, int32(1), acc)
         before = stage
         stage, phase = next_stage(stage, phase, ring.stages)
         k = int32(k + 1)
@@ -234,8 +228,7 @@ def multiply(
         group = int32((k & ((1 << shift) - 1)) * 2)
         if k < steps:
             mbarrier_wait(uint32(bar + 8 * stage), uint32(phase))
-            if fence:
-                fence_async()
+            fence_async()
         wgmma_wait_but_last()  # the registers of the first half are free
         if k < steps:
             a = fragments(weights, 0, at, of, group, wide, lane)
@@ -272,6 +265,7 @@ def group_barrier(crew: Any) -> None:
     sync_named(uint32(1 + crew), uint32(128))
 
 
-def products(most: int, grain: int) -> tuple[Any, Any, Any]:
-    """The operations of tiles of up to `most` activation rows in steps of `grain`: two products, zeros, wait."""
-    return wgmma_pair(tuple(range(max(grain, 16), most + 1, grain))), zeros(most // 2), wgmma_wait(most // 2)
+def products(widths: tuple[int, ...]) -> tuple[dict[int, Any], Any, Any]:
+    """The operations of tiles of so many activation rows, ascending: two products by width, zeros, wait."""
+    most = widths[-1]
+    return {n: wgmma_pair(n, most) for n in widths}, zeros(most // 2), wgmma_wait(most // 2)

@@ -8,8 +8,8 @@ order and in the order of the plan, so that an expert's rows lie together; y bf1
 whoever reads it adds a row's slots in ascending order, the shared expert last. Pairs that the plan leaves out are not
 written. Packed weights and `chunk` are those of experts.py. Plan: plan.py.
 
-An expert's rows are cut into equal tiles of up to MOST rows. A tile has 128 weight rows: for gate_up two runs of 2 gate
-and 2 up tiles (64 channels), one a warpgroup.
+An expert's rows are cut into equal tiles of up to 256, rounded up to the next of WIDTHS, each with a loop of its own. A
+tile has 128 weight rows: for gate_up two runs of 2 gate and 2 up tiles (64 channels), one a warpgroup.
 
 Reference: dsuf.ops.expert.experts_sum (its parts before they are summed). Operations: 6 D I a pair.
 """
@@ -38,7 +38,7 @@ from dsuf.kernels.gemm import (
 )
 from dsuf.kernels.gemm_tensor import WEIGHT_TILE, end_tensor, multiply_tensor, start_tensor, turn_tensor
 from dsuf.kernels.lang import Kernel, f32, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
-from dsuf.kernels.plan import MOST_EXPERTS, job_of, read_plan
+from dsuf.kernels.plan import MOST_EXPERTS, job_of, read_plan, tiles_of
 from dsuf.kernels.ptx.convert import (
     bf16_high,
     bf16_low,
@@ -71,7 +71,7 @@ from dsuf.ops.expert import experts_sum
 
 SM_COUNT = 132
 PLAN_BYTES = 8 * (MOST_EXPERTS + 1)
-MOST, STAGES = 256, 5
+WIDTHS, STAGES = (192, 256), 5
 
 
 @inline
@@ -122,16 +122,25 @@ def scatter(tile: Any, t: Any, first: Any, left: Any, order: Any, y: Any, d: Any
             stg_u32x4(y + (pair * d + n + piece * 8) * 2, lds_u32x4(uint32(at + i * 2048)))
 
 
-def make_gate_up(*, most: int, stages: int, chip: str, grain: int = 8, fence: bool = True, pace: int = 0) -> Kernel:
-    """most: rows of a tile, a multiple of 64 up to 256."""
-    TENSOR = chip in BLACKWELL
+@inline
+def width_of(widths: Any, count: Any) -> Any:
+    """The first of the widths that holds so many rows."""
+    width = int32(widths[0])
+    for v in unroll(1, len(widths)):
+        width = int32(widths[v] if count > widths[v - 1] else width)
+    return width
+
+
+def make_gate_up(*, widths: tuple[int, ...], stages: int, chip: str) -> Kernel:
+    """widths: rows of a tile, multiples of 16 in ascending order, the last a multiple of 64 up to 256."""
+    TENSOR, MOST = chip in BLACKWELL, widths[-1]
     WEIGHTS = FP4_NIBBLES if TENSOR else FP4
     STAGES_, TILES = (min(stages, 4), 2 * WEIGHT_TILE) if TENSOR else (stages, 0)
-    RING = Ring.of(WEIGHTS, most, STAGES_, TILES + 2 * TURN + PLAN_BYTES)
+    RING = Ring.of(WEIGHTS, MOST, STAGES_, TILES + 2 * TURN + PLAN_BYTES)
     READERS = 1 if TENSOR else 8
-    pair, zero, finish = products(most, grain)
+    pair, zero, finish = products(widths)
 
-    @kernel(threads=THREADS, grid=(SM_COUNT,), shared=RING.size, name=f"grouped_gate_up_{most}_s{stages}")
+    @kernel(threads=THREADS, grid=(SM_COUNT,), shared=RING.size, name=f"grouped_gate_up_{len(widths)}_s{stages}")
     def gate_up(
         w: s64, x: s64, offsets: s64, order: s64, weights: s64, h: s64, experts: s32, top: s32, d: s32, i: s32,
         limit: f32, chunk: s32,
@@ -140,14 +149,13 @@ def make_gate_up(*, most: int, stages: int, chip: str, grain: int = 8, fence: bo
         sm = shared_base()
         plan = uint32(sm + RING.rest + TILES + 2 * TURN)
         if tid == 0:
-            start_barriers(uint32(sm + RING.bars), STAGES_, READERS, 0)
+            start_barriers(uint32(sm + RING.bars), STAGES_, READERS)
         if TENSOR:
             tensor = start_tensor(RING, sm, tid)
         wait_for_previous_kernel()
         let_next_kernel_start()
-        jobs = read_plan(plan, offsets, experts, most, tid, THREADS)
+        read_plan(plan, offsets, experts, MOST, tid, THREADS)
         across = int32((i + 63) >> 6)
-        tiles = int32(jobs * across)
         shift = int32(chunk >> 7)
         steps = int32(d >> 6)
         stage = int32(0)
@@ -157,16 +165,17 @@ def make_gate_up(*, most: int, stages: int, chip: str, grain: int = 8, fence: bo
             if not TENSOR:
                 give_some_registers()
             number = int32(block_index())
+            tiles = int32(tiles_of(plan, experts) * across)
             scale_bytes = int32(chunk >> 1)
             size = int32(chunk * 8 + scale_bytes)
             last = int32((i >> 5) - 1)
-            rows = regs(most // 16)
+            rows = regs(MOST // 16)
             mine, _ = copy_of(tid, WEIGHTS)
             while number < tiles:
                 job = quotient(number, across)
                 place = int32(number - job * across)
                 expert, first, count = job_of(plan, job, experts)
-                for j in unroll(most // 16):
+                for j in unroll(MOST // 16):
                     at = int32(first + min((tid >> 3) + 16 * j, count - 1))
                     rows[j] = uint32(quotient(int32(ldg_u32(order + int64(at) * 4)), top) * (d * 2))
                 item = int32(min(place * 2 + (mine >> 2), last))
@@ -174,12 +183,13 @@ def make_gate_up(*, most: int, stages: int, chip: str, grain: int = 8, fence: bo
                 if tid >= 64:
                     base = base + chunk * 8
                 source = x + (tid & 7) * 16
-                pieces = int32((count + 15) >> 4)
+                pieces = int32(width_of(widths, count) >> 4)
                 stage, phase = produce(RING, WEIGHTS, sm, tid, steps, shift, source, rows, pieces, base,
                                        int32(4 * size), scale_bytes, stage, phase)  # fmt: skip
                 number = int32(number + block_count())
         else:
             number = int32(block_index())
+            tiles = int32(tiles_of(plan, experts) * across)
             lane = int32(tid & 31)
             warp = int32((tid >> 5) - 4)
             if TENSOR:
@@ -202,25 +212,13 @@ def make_gate_up(*, most: int, stages: int, chip: str, grain: int = 8, fence: bo
                         stage, phase, turns, finished,
                     )  # fmt: skip
                 else:
-                    acc, stage, phase = multiply(
-                        RING,
-                        WEIGHTS,
-                        pair,
-                        zero,
-                        finish,
-                        sm,
-                        warp,
-                        lane,
-                        count,
-                        steps,
-                        shift,
-                        stage,
-                        phase,
-                        fence,
-                        0,
-                        0,
-                    )
-                for q in unroll(0, most, 64):
+                    acc = zero()
+                    for v in unroll(len(widths)):
+                        if count > (widths[v - 1] if v > 0 else 0) and count <= widths[v]:
+                            acc, stage, phase = multiply(
+                                RING, WEIGHTS, pair, zero, finish, sm, warp, lane, widths[v], steps, shift, stage, phase
+                            )
+                for q in unroll(0, MOST, 64):
                     if q < count:
                         if TENSOR:
                             turn_tensor(tensor, q, tile, 0, warp, lane)
@@ -236,16 +234,16 @@ def make_gate_up(*, most: int, stages: int, chip: str, grain: int = 8, fence: bo
     return gate_up
 
 
-def make_down(*, most: int, stages: int, chip: str, grain: int = 8, fence: bool = True, pace: int = 0) -> Kernel:
+def make_down(*, widths: tuple[int, ...], stages: int, chip: str) -> Kernel:
     """The same for the second product."""
-    TENSOR = chip in BLACKWELL
+    TENSOR, MOST = chip in BLACKWELL, widths[-1]
     WEIGHTS = FP4_NIBBLES if TENSOR else FP4
     STAGES_, TILES = (min(stages, 4), 2 * WEIGHT_TILE) if TENSOR else (stages, 0)
-    RING = Ring.of(WEIGHTS, most, STAGES_, TILES + 2 * TURN + PLAN_BYTES)
+    RING = Ring.of(WEIGHTS, MOST, STAGES_, TILES + 2 * TURN + PLAN_BYTES)
     READERS = 1 if TENSOR else 8
-    pair, zero, finish = products(most, grain)
+    pair, zero, finish = products(widths)
 
-    @kernel(threads=THREADS, grid=(SM_COUNT,), shared=RING.size, name=f"grouped_down_{most}_s{stages}")
+    @kernel(threads=THREADS, grid=(SM_COUNT,), shared=RING.size, name=f"grouped_down_{len(widths)}_s{stages}")
     def down(
         w: s64, h: s64, offsets: s64, order: s64, y: s64, experts: s32, d: s32, i: s32, chunk: s32
     ) -> None:  # fmt: skip
@@ -253,14 +251,13 @@ def make_down(*, most: int, stages: int, chip: str, grain: int = 8, fence: bool 
         sm = shared_base()
         plan = uint32(sm + RING.rest + TILES + 2 * TURN)
         if tid == 0:
-            start_barriers(uint32(sm + RING.bars), STAGES_, READERS, 0)
+            start_barriers(uint32(sm + RING.bars), STAGES_, READERS)
         if TENSOR:
             tensor = start_tensor(RING, sm, tid)
         wait_for_previous_kernel()
         let_next_kernel_start()
-        jobs = read_plan(plan, offsets, experts, most, tid, THREADS)
+        read_plan(plan, offsets, experts, MOST, tid, THREADS)
         across = int32((d + 127) >> 7)
-        tiles = int32(jobs * across)
         shift = int32(chunk >> 7)
         steps = int32(i >> 6)
         stage = int32(0)
@@ -270,28 +267,30 @@ def make_down(*, most: int, stages: int, chip: str, grain: int = 8, fence: bool 
             if not TENSOR:
                 give_some_registers()
             number = int32(block_index())
+            tiles = int32(tiles_of(plan, experts) * across)
             scale_bytes = int32(chunk >> 1)
             size = int32(chunk * 8 + scale_bytes)
             last = int32((d >> 4) - 1)
-            rows = regs(most // 16)
+            rows = regs(MOST // 16)
             mine, _ = copy_of(tid, WEIGHTS)
             while number < tiles:
                 job = quotient(number, across)
                 place = int32(number - job * across)
                 expert, first, count = job_of(plan, job, experts)
-                for j in unroll(most // 16):
+                for j in unroll(MOST // 16):
                     rows[j] = uint32((first + min((tid >> 3) + 16 * j, count - 1)) * (i * 2))
                 part = int32(min(place * PARTS + mine, last))
                 base = w + (int64(expert) * (last + 1) + part) * (int64(steps >> shift) * size)
                 if tid >= 64:
                     base = base + chunk * 8
                 source = h + (tid & 7) * 16
-                pieces = int32((count + 15) >> 4)
+                pieces = int32(width_of(widths, count) >> 4)
                 stage, phase = produce(RING, WEIGHTS, sm, tid, steps, shift, source, rows, pieces, base, size,
                                        scale_bytes, stage, phase)  # fmt: skip
                 number = int32(number + block_count())
         else:
             number = int32(block_index())
+            tiles = int32(tiles_of(plan, experts) * across)
             lane = int32(tid & 31)
             warp = int32((tid >> 5) - 4)
             if TENSOR:
@@ -314,25 +313,13 @@ def make_down(*, most: int, stages: int, chip: str, grain: int = 8, fence: bool 
                         stage, phase, turns, finished,
                     )  # fmt: skip
                 else:
-                    acc, stage, phase = multiply(
-                        RING,
-                        WEIGHTS,
-                        pair,
-                        zero,
-                        finish,
-                        sm,
-                        warp,
-                        lane,
-                        count,
-                        steps,
-                        shift,
-                        stage,
-                        phase,
-                        fence,
-                        0,
-                        0,
-                    )
-                for q in unroll(0, most, 64):
+                    acc = zero()
+                    for v in unroll(len(widths)):
+                        if count > (widths[v - 1] if v > 0 else 0) and count <= widths[v]:
+                            acc, stage, phase = multiply(
+                                RING, WEIGHTS, pair, zero, finish, sm, warp, lane, widths[v], steps, shift, stage, phase
+                            )
+                for q in unroll(0, MOST, 64):
                     if q < count:
                         if TENSOR:
                             turn_tensor(tensor, q, tile, 0, warp, lane)
@@ -355,7 +342,7 @@ def entries(width: Width) -> list[Entry]:
     spec, rows = width.spec, 4096
     d, i, pairs = spec.hidden_size, spec.moe_intermediate_size, rows * spec.num_experts_per_tok
     matrix = spec.n_routed_experts * (d * i // 2 + d * i // 32)
-    shape = {"most": MOST, "stages": STAGES}
+    shape = {"widths": WIDTHS, "stages": STAGES}
     return [
         Entry("grouped.gate_up", make_gate_up, shape, ALL_CHIPS, experts_sum, 2 * matrix, 4 * pairs * d * i),
         Entry("grouped.down", make_down, shape, ALL_CHIPS, experts_sum, matrix, 2 * pairs * d * i),

@@ -42,10 +42,10 @@ STEP = 256  # pairs of a warp's turn
 
 
 @inline
-def read_plan(plan: Any, offsets: Any, experts: Any, most: Any, tid: Any, threads: Any) -> Any:
+def read_plan(plan: Any, offsets: Any, experts: Any, most: Any, tid: Any, threads: Any) -> None:
     """Stage offsets [E + 1] at `plan` and behind them, from MOST_EXPERTS + 1 on, the tiles before each expert.
 
-    All threads call; returns the number of tiles, which have up to `most` rows.
+    All threads call; the number of tiles, which have up to `most` rows, stands behind the last expert (`tiles_of`).
     """
     for e in range(tid, experts + 1, threads):
         sts_u32(uint32(plan + e * 4), ldg_u32(offsets + int64(e) * 4))
@@ -66,7 +66,12 @@ def read_plan(plan: Any, offsets: Any, experts: Any, most: Any, tid: Any, thread
         if tid == 0:
             sts_u32(tiles, uint32(0))
     sync_threads()
-    return int32(warp_min_u32(lds_u32(uint32(tiles + experts * 4))))  # so that the compiler knows it is uniform
+
+
+@inline
+def tiles_of(plan: Any, experts: Any) -> Any:
+    """The number of tiles of activation rows, all experts."""
+    return int32(warp_min_u32(lds_u32(uint32(plan + (MOST_EXPERTS + 1 + experts) * 4))))  # for the compiler: uniform
 
 
 @inline

@@ -21,7 +21,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from dsuf import formats
+from dsuf import __version__, formats
 from dsuf.kernels import dense, grouped, pack, plan
 from dsuf.kernels.experts import GATE_UP_CHUNK
 from dsuf.kernels.launch import Cubin, Launcher, read_folder, write_folder
@@ -42,19 +42,13 @@ def variants() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind, shape in dense.SHAPES.items():
         found[f"dense.{kind}"] = dense.make(kind=kind, chip=CHIP, **shape)
-    base = {"kind": "fp8", "chip": CHIP, **dense.SHAPES["fp8"]}
-    for label, change in {
-        "nofence": {"fence": False}, "whole": {"grain": 256}, "whole_nofence": {"grain": 256, "fence": False},
-        "pace": {"grain": 256, "pace": 2}, "l160": {"least": 160}, "g64": {"grain": 64, "least": 160},
-    }.items():  # fmt: skip
-        found[f"dense.fp8/{label}"] = dense.make(**{**base, **change})
-    plain = {"kind": "bf16", "wide": False, "most": 256, "stages": 4, "span": 8, "chip": CHIP}
+    plain = {"kind": "bf16", "wide": False, "columns": 256, "stages": 4, "span": 8, "chip": CHIP}
     found["dense.plain"] = dense.make(**plain)
-    found["dense.plain/whole"] = dense.make(**plain, grain=256)
-    found["grouped.gate_up/nofence"] = grouped.make_gate_up(most=256, stages=5, chip=CHIP, fence=False)
+    for label, widths in {"one": (256,)}.items():
+        found[f"grouped.gate_up/{label}"] = grouped.make_gate_up(widths=widths, stages=5, chip=CHIP)
     found["grouped.plan"] = plan.make()
-    found["grouped.gate_up"] = grouped.make_gate_up(most=grouped.MOST, stages=grouped.STAGES, chip=CHIP)
-    found["grouped.down"] = grouped.make_down(most=grouped.MOST, stages=grouped.STAGES, chip=CHIP)
+    found["grouped.gate_up"] = grouped.make_gate_up(widths=grouped.WIDTHS, stages=grouped.STAGES, chip=CHIP)
+    found["grouped.down"] = grouped.make_down(widths=grouped.WIDTHS, stages=grouped.STAGES, chip=CHIP)
     return found
 
 
@@ -111,16 +105,15 @@ class Gpu:
         last.synchronize()
         return first.elapsed_time(last) / launches
 
-    def compare(self, calls: dict[str, Any], flops: float, groups: int = 5) -> dict[str, float]:
-        """TFLOP/s of several calls, in turn."""
-        launches = max(2, min(20, int(6e-3 / (flops / 700e12))))
+    def compare(self, calls: dict[str, Any], flops: dict[str, float], groups: int = 7) -> dict[str, list[float]]:
+        """Milliseconds of several calls, taken in turn."""
+        taken: dict[str, list[float]] = {name: [] for name in calls}
         for call in calls.values():
             call()
-        taken: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(groups):
             for name, call in calls.items():
-                taken[name].append(self.milliseconds(call, launches))
-        return {name: flops / (sorted(ms)[len(ms) // 2] * 1e-3) / 1e12 for name, ms in taken.items()}
+                taken[name].append(self.milliseconds(call, max(2, min(20, int(6e-3 * 700e12 / flops[name])))))
+        return taken
 
 
 def q8_rows(gpu: Gpu, rows: int, k: int) -> Any:
@@ -152,9 +145,40 @@ def error(gpu: Gpu, y: Any, expected: Any) -> float:
     return float(((y.double() - expected).abs() / (expected.abs() + floor)).max())
 
 
+def add_times(row: dict[str, Any], taken: dict[str, list[float]], flops: dict[str, float]) -> None:
+    """Milliseconds of every call, and TFLOP/s from their medians."""
+    row["ms"] = taken
+    row |= {name: flops[name] / sorted(ms)[len(ms) // 2] / 1e9 for name, ms in taken.items()}
+
+
 def show(row: dict[str, Any]) -> None:
     """One line."""
-    print({key: round(v, 5) if isinstance(v, float) else v for key, v in row.items()}, flush=True)
+    print({key: round(v, 5) if isinstance(v, float) else v for key, v in row.items() if key != "ms"}, flush=True)
+
+
+def bench_object(gpu: Gpu, rows: list[dict[str, Any]], commit: str) -> dict[str, Any]:
+    """dsuf.bench/1: a case a product, the floor by operations at cuBLAS's best rate of the run, cuBLAS as peer."""
+    rate = max(row.get(name, 0.0) for row in rows for name in ("cublas", "square"))
+    cases: dict[str, Any] = {}
+    metrics: dict[str, float] = {}
+    for row in rows:
+        name = f"{row['product']} {row['rows']} rows" + (f" {row['experts']} experts" if "experts" in row else "")
+        ours = "experts" if "experts" in row else "dense.bf16" if "dense.bf16" in row else "dense.fp8"
+        us = sorted(1e3 * ms for ms in row["ms"][ours])
+        cases[name] = {"bytes": row["bytes"], "floor_us": row["flops"] / rate / 1e6, "error": row["error"]}
+        metrics |= {f"{name}_us": us[len(us) // 2], f"min_{name}_us": us[0], f"max_{name}_us": us[-1]}
+        if "cublas" in row["ms"]:
+            peer = sorted(row["ms"]["cublas"])
+            metrics[f"{name}_peer_cublas_bf16_us"] = 1e3 * peer[len(peer) // 2]
+    name = gpu.torch.cuda.get_device_name(0)
+    return {
+        "schema": "dsuf.bench/1", "kind": "kernels", "label": "prefill products beside cuBLAS in bf16",
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "dsuf_version": __version__,
+        "git_commit": commit or None, "backend": "gpu", "machine": None,
+        "gpu": {"name": name, "count": 1, "sm": CHIP}, "model": {"config": "v41-flash"},
+        "params": {"cases": cases}, "ceilings": {"bf16_tflops": rate},
+        "floor": {"by": "operations at the best rate of cuBLAS in bf16 in this run"}, "metrics": metrics, "samples": [],
+    }  # fmt: skip
 
 
 def run_dense(gpu: Gpu, rows: int, only: str) -> list[dict[str, Any]]:
@@ -172,6 +196,7 @@ def run_dense(gpu: Gpu, rows: int, only: str) -> list[dict[str, Any]]:
         expected = torch.bmm(part, weight.double().reshape(groups, n, k).transpose(1, 2))
         expected = expected.transpose(0, 1).reshape(some, groups * n)
         row: dict[str, Any] = {"product": name, "n": n, "k": k, "groups": groups, "rows": rows}
+        row |= {"flops": 2.0 * rows * groups * n * k, "bytes": groups * n * k + 2 * rows * groups * (n + k)}
         calls: dict[str, Any] = {}
         for kernel in (v for v in gpu.kernels if v.startswith("dense.fp8")):
             y = torch.full((rows, groups * n), float("nan"), device="cuda", dtype=torch.bfloat16)
@@ -190,7 +215,7 @@ def run_dense(gpu: Gpu, rows: int, only: str) -> list[dict[str, Any]]:
         if groups == 1:
             left, right = left[0], right[0]
         calls["cublas"] = lambda left=left, right=right: torch.matmul(left, right)
-        row |= gpu.compare(calls, 2.0 * rows * groups * n * k)
+        add_times(row, gpu.compare(calls, dict.fromkeys(calls, row["flops"])), dict.fromkeys(calls, row["flops"]))
         out.append(row)
         show(row)
         del calls, expected, weight, packed, x, ordered
@@ -208,20 +233,17 @@ def run_plain(gpu: Gpu, rows: int) -> list[dict[str, Any]]:
         packed, ordered = gpu.put(pack.pack_bf16(bits)), gpu.ordered(x)
         expected = x[:256].double() @ weight.double().T
         row: dict[str, Any] = {"product": name, "n": n, "k": k, "groups": 1, "rows": rows}
+        row |= {"flops": 2.0 * rows * n * k, "bytes": 2 * n * k + rows * (4 * n + 2 * k)}
         calls: dict[str, Any] = {}
-        for kernel, kind in (
-            ("dense.bf16", torch.float32),
-            ("dense.plain", torch.bfloat16),
-            ("dense.plain/whole", torch.bfloat16),
-        ):
+        for kernel, kind in (("dense.bf16", torch.float32), ("dense.plain", torch.bfloat16)):
             y = torch.full((rows, n), float("nan"), device="cuda", dtype=kind)
             arguments = (packed, ordered, y, rows, n, k, 1, pack.chunk_width(k, pack.BF16_CHUNK))
             gpu.launch(kernel, *arguments)
             torch.cuda.synchronize()
-            row[f"{kernel} error"] = error(gpu, y[:256], expected)
+            row["error"] = max(row.get("error", 0.0), error(gpu, y[:256], expected))
             calls[kernel] = lambda kernel=kernel, arguments=arguments: gpu.launch(kernel, *arguments)
         calls["cublas"] = lambda x=x, weight=weight: torch.matmul(x, weight.T)
-        row |= gpu.compare(calls, 2.0 * rows * n * k)
+        add_times(row, gpu.compare(calls, dict.fromkeys(calls, row["flops"])), dict.fromkeys(calls, row["flops"]))
         out.append(row)
         show(row)
     return out
@@ -291,23 +313,20 @@ def run_grouped(gpu: Gpu, rows: int, experts: int) -> list[dict[str, Any]]:
         "plan": make_plan, "square": lambda: torch.matmul(some, some.T),
     }  # fmt: skip
     flops = {
-        "gate_up": 4.0 * pairs * D * INNER,
-        "gate_up/nofence": 4.0 * pairs * D * INNER,
+        **dict.fromkeys(("gate_up", "gate_up/one", "gate_up/old"), 4.0 * pairs * D * INNER),
         "down": 2.0 * pairs * D * INNER,
-        "plan": 1.0,
+        "down/old": 2.0 * pairs * D * INNER,
+        "plan": 1e9,
         "square": 2.0 * len(some) ** 2 * D,
     }
-    milliseconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(7):
-        for name, call in calls.items():
-            milliseconds[name].append(gpu.milliseconds(call, 3))
-    for name, taken in milliseconds.items():
-        middle = sorted(taken)[len(taken) // 2]
-        row[f"{name} ms"] = middle
-        row[f"{name} tflops"] = flops[name] / middle / 1e9
-    total = row["gate_up ms"] + row["down ms"] + row["plan ms"]
-    row |= {"total ms": total, "tflops": 6.0 * pairs * D * INNER / total / 1e9}
-    row["of bf16 rate"] = row["tflops"] / row["square tflops"]
+    matrix = experts * D * INNER // 32 * 17
+    row |= {"flops": 6.0 * pairs * D * INNER, "bytes": 3 * matrix + 2 * (rows * D + pairs * (2 * INNER + D))}
+    add_times(row, gpu.compare(calls, flops), flops)
+    row["ms"]["experts"] = [
+        sum(parts) for parts in zip(*(row["ms"][n] for n in ("plan", "gate_up", "down")), strict=True)
+    ]
+    row["experts tflops"] = row["flops"] / sorted(row["ms"]["experts"])[3] / 1e9
+    row["of bf16 rate"] = row["experts tflops"] / row["square"]
     show(row)
     return [row]
 
@@ -320,6 +339,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, nargs="?")
     parser.add_argument("--rows", type=int, default=4096)
     parser.add_argument("--only", default="")
+    parser.add_argument("--commit", default="")
     parser.add_argument("--parts", default="plain,dense,grouped:4096x128,grouped:16384x384")
     options = parser.parse_args()
     if options.what == "build":
@@ -337,7 +357,7 @@ def main() -> None:
                 rows, experts = part.removeprefix("grouped:").split("x")
                 found += run_grouped(gpu, int(rows), int(experts))
         finally:
-            options.out.write_text(json.dumps(found, indent=1))
+            options.out.write_text(json.dumps(bench_object(gpu, found, options.commit), indent=1))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from dsuf.ops.product import grouped_product, product
 from tests.kernels.helpers import BF16_STEP, assert_near, bf16, execute, fp8_weight, q8_rows, values
 
 ORDER = np.array([8 * t + 4 * m + 2 * h + j for m in (0, 1) for h in (0, 1) for t in range(4) for j in (0, 1)])
-SMALL = {"wide": False, "most": 64, "stages": 3, "span": 2, "chip": "sm_90a", "pace": 2}
+SMALL = {"wide": False, "columns": 64, "stages": 3, "span": 2, "chip": "sm_90a"}
 CHIPS = ("sm_90a", "sm_103a")
 
 
@@ -45,14 +45,14 @@ def test_quantised_rows(chip: str, rows: int, n: int, k: int, grid: int):
     assert_near(values(y), expected, BF16_STEP, 1e-4)
 
 
-@pytest.mark.parametrize("most", [128, 192, 256])
-def test_wider_tiles(most: int):
-    rng = np.random.default_rng(most)
-    rows, n, k = most + 7, 32, 128
+@pytest.mark.parametrize("columns", [128, 192, 256])
+def test_wider_tiles(columns: int):
+    rng = np.random.default_rng(columns)
+    rows, n, k = columns + 7, 32, 128
     weight = fp8_weight(rng, n, k)
     bits, x = decoded(rng.standard_normal((rows, k)))
     y = np.full((rows, n), 0x7FC0, np.uint16)
-    kernel = dense.make(kind="fp8", wide=False, most=most, stages=2, span=2, chip="sm_90a")
+    kernel = dense.make(kind="fp8", wide=False, columns=columns, stages=2, span=2, chip="sm_90a")
     execute(kernel, [pack.pack_fp8(*weight), bits, y, rows, n, k, 1, chunk_for("fp8", k)], grid=(1, 1))
     expected = product(x, formats.dequantise_fp8_blocks(*weight).astype(np.float64).T)
     assert_near(values(y), expected, BF16_STEP, 1e-4)
@@ -92,11 +92,11 @@ def test_a_row_is_the_same_bits_whatever_runs_beside_it():
     n, k = 32, 192
     weight, x = pack.pack_fp8(*fp8_weight(rng, n, k)), rng.standard_normal((130, k))
     got = {}
-    for rows, most in ((1, 64), (65, 64), (130, 64), (130, 128)):
+    for rows, columns in ((1, 64), (65, 64), (130, 64), (130, 128)):
         y = np.zeros((rows, n), np.uint16)
-        kernel = dense.make(kind="fp8", wide=False, most=most, stages=2, span=2, chip="sm_90a")
+        kernel = dense.make(kind="fp8", wide=False, columns=columns, stages=2, span=2, chip="sm_90a")
         execute(kernel, [weight, decoded(x[:rows])[0], y, rows, n, k, 1, chunk_for("fp8", k)])
-        got[rows, most] = y
+        got[rows, columns] = y
     for rows in ((1, 64), (65, 64), (130, 128)):
         assert np.array_equal(got[rows], got[130, 64][: rows[0]])
 

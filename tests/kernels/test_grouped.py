@@ -13,7 +13,7 @@ from tests.kernels.helpers import BF16_STEP, assert_near, execute, fp4_weight, v
 from tests.kernels.test_dense import ORDER, decoded
 
 EXPERTS, LIMIT = 5, 10.0
-MOST = 64
+WIDTHS = (48, 64)
 
 
 class Layer:
@@ -67,10 +67,10 @@ def run_layer(layer: Layer, x: np.ndarray, chosen: np.ndarray, weights: np.ndarr
     pairs, top = chosen.size, chosen.shape[1]
     h, y = np.full((pairs, layer.i), 0x7FC0, np.uint16), np.full((pairs, layer.d), 0x7FC0, np.uint16)
     sizes = [layer.d, layer.i]
-    gate_up = grouped.make_gate_up(most=MOST, stages=4, chip=layer.chip)
+    gate_up = grouped.make_gate_up(widths=WIDTHS, stages=4, chip=layer.chip)
     arguments = [layer.w13, bits, offsets, order, weights, h, EXPERTS, top, *sizes, LIMIT, layer.chunks[0]]
     execute(gate_up, arguments, grid=(grid, 1))
-    down = grouped.make_down(most=MOST, stages=4, chip=layer.chip)
+    down = grouped.make_down(widths=WIDTHS, stages=4, chip=layer.chip)
     execute(down, [layer.w2, h, offsets, order, y, EXPERTS, *sizes, layer.chunks[1]], grid=(grid, 1))
     hidden = np.full((pairs, layer.i), np.nan)
     live = order[: offsets[-1]]
