@@ -48,7 +48,7 @@ class Prefilling:
         sequence, every = held.sequence, self._options.resume_every
         start = sequence.prefilled
         count = min(self._options.prefill_chunk, self._rows.most_rows, rows, every - start % every)
-        if self._rate and seconds < math.inf:
+        if seconds < math.inf:
             count = min(count, max(int(self._rate * seconds) & -2, LEAST_ROWS))  # even: no group is left open
         end = start + count
         last = end == sequence.prompt_len
