@@ -16,8 +16,8 @@ from dsuf.kernels.latents import window_row_bytes
 from dsuf.layout import PAGE_TOKENS, PageLayout
 from dsuf.ops import qdq
 from dsuf.ops.attend import attend as attend_op
+from dsuf.ops.index import KEY_TILE, largest
 from dsuf.ops.index import index_scores as scores_op
-from dsuf.ops.index import largest
 from dsuf.ops.numerics import NUMERICS
 
 LABEL = "v41"
@@ -136,7 +136,7 @@ def selection(part: str, bench: Bench, rows: int) -> Case:
         both(context.pools[0])
         seen = int(context.position[0] + 1) // 2
         got = bench.get(outs[0], (rows, entries), np.float32)[0, :seen].astype(np.float64)
-        at = np.arange(seen)
+        at = np.arange(-(-seen // KEY_TILE) * KEY_TILE) % seen  # whole tiles; what repeats is cut off again
         keys = qdq.q4p_decode(context.plane("key_codes", at), context.plane("key_scales", at)).astype(np.float64)
         want = scores_op(q[:1], weights[:1].astype(np.float64) * (di * heads) ** -0.5, keys)[0, :seen]
         picked = bench.get(chosen, (rows, k), np.int32)[0]
