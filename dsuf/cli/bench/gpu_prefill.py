@@ -79,7 +79,7 @@ def measure(
                 | {f"prefill_{length}_tokens_per_s": counts[length] / took for length, took in times.items()}
             )
         memory = {"planned": backend.machine.ledger.planned, "used": free - device.memory()[0], **backend.ledger()}
-        ceilings = {"read_gb_per_s": read_ceiling(backend), "bf16_gflops": run.product_flops() / 1e9}
+        ceilings = {"read_gb_per_s": read_ceiling(device), "bf16_gflops": run.product_flops() / 1e9}
         floors = {length: floor(spec, config, counts[length], ceilings) for length in lengths}
         profiled = min(max(counts.values()), PROFILED)
         kernels = run.profile(profiled) if profile else {}
