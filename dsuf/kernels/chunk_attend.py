@@ -180,7 +180,7 @@ def make(*, h: int, d: int, rope: int) -> Kernel:
     SPREAD = 3 + PER_STEP.bit_length() - 1
     GROUPS = 16 // KEYS_A_STEP  # a producer warp expands 16 keys of a tile
     LOADS, BYTES = GROUPS * STEPS, PANELS * PANEL
-    AHEAD, SOON = min(4, LOADS), min(2, LOADS)
+    AHEAD = min(4, LOADS)
     AT_KEYS = BYTES
     AT_P = AT_KEYS + STAGES * BYTES
     AT_FACTORS = AT_P + STAGES * PANEL
@@ -258,55 +258,41 @@ def make(*, h: int, d: int, rope: int) -> Kernel:
                     key = int32(16 * warp + (lane_here & 7) + 8 * (lane_here >> SPREAD))
                     piece = int32(lane_here >> 3 & (PER_STEP - 1))
                     at = uint32(sm + AT_PLACES + (tile * TILE + key) * 16)
-                    # loops of one piece, not copies of it: instructions come from a cache of a few hundred
                     if tile >= window_tiles:
-                        word = regs(4 * AHEAD)  # of the pieces that follow, on their way
-                        scale = regs(AHEAD)
-                        for i in unroll(AHEAD):
-                            codes, scales = pairs_of(uint32(at + i // STEPS * (KEYS_A_STEP * 16)))
-                            n = int64(piece + PER_STEP * (i % STEPS))
-                            word[4 * i : 4 * i + 4] = ldg_u32x4(codes + n * 16)
-                            scale[i] = ldg_u16(scales + n * 2)
-                        mbarrier_wait(free, parity)
-                        for i in range(LOADS):
-                            expand_selected(
-                                stage, int32(key + i // STEPS * KEYS_A_STEP),
-                                int32((piece + PER_STEP * (i % STEPS)) * 4), word[0:4], scale[0],
-                            )  # fmt: skip
-                            for k in unroll(4 * AHEAD - 4):
-                                word[k] = word[k + 4]
-                            for k in unroll(AHEAD - 1):
-                                scale[k] = scale[k + 1]
-                            if i + AHEAD < LOADS:
-                                codes, scales = pairs_of(uint32(at + (i + AHEAD) // STEPS * (KEYS_A_STEP * 16)))
-                                n = int64(piece + PER_STEP * ((i + AHEAD) % STEPS))
-                                word[4 * AHEAD - 4 : 4 * AHEAD] = ldg_u32x4(codes + n * 16)
-                                scale[AHEAD - 1] = ldg_u16(scales + n * 2)
+                        # AHEAD pieces are on their way while one is expanded
+                        word = regs(4 * (AHEAD + 1))
+                        scale = regs(AHEAD + 1)
+                        for i in unroll(LOADS + AHEAD):
+                            if i < LOADS:
+                                codes, scales = pairs_of(uint32(at + i // STEPS * (KEYS_A_STEP * 16)))
+                                n = int64(piece + PER_STEP * (i % STEPS))
+                                word[i % (AHEAD + 1) * 4 : i % (AHEAD + 1) * 4 + 4] = ldg_u32x4(codes + n * 16)
+                                scale[i % (AHEAD + 1)] = ldg_u16(scales + n * 2)
+                            if i == AHEAD - 1:
+                                mbarrier_wait(free, parity)
+                            if i >= AHEAD:
+                                expand_selected(
+                                    stage, int32(key + (i - AHEAD) // STEPS * KEYS_A_STEP),
+                                    int32((piece + PER_STEP * ((i - AHEAD) % STEPS)) * 4),
+                                    word[(i - AHEAD) % (AHEAD + 1) * 4 : (i - AHEAD) % (AHEAD + 1) * 4 + 4],
+                                    scale[(i - AHEAD) % (AHEAD + 1)],
+                                )  # fmt: skip
                     else:
-                        eight = regs(8 * SOON)
-                        exponent = regs(SOON)
-                        for i in unroll(SOON):
-                            codes, scales = pairs_of(uint32(at + i // STEPS * (KEYS_A_STEP * 16)))
-                            n = int64(piece + PER_STEP * (i % STEPS))
-                            eight[8 * i : 8 * i + 4] = ldg_u32x4(codes + n * 32)
-                            eight[8 * i + 4 : 8 * i + 8] = ldg_u32x4(codes + n * 32 + 16)
-                            exponent[i] = ldg_u8(scales + n)
                         mbarrier_wait(free, parity)
-                        for i in range(LOADS):
-                            expand_window(
-                                stage, int32(key + i // STEPS * KEYS_A_STEP),
-                                int32((piece + PER_STEP * (i % STEPS)) * 4), eight[0:8], exponent[0],
-                            )  # fmt: skip
-                            for k in unroll(8 * SOON - 8):
-                                eight[k] = eight[k + 8]
-                            for k in unroll(SOON - 1):
-                                exponent[k] = exponent[k + 1]
-                            if i + SOON < LOADS:
-                                codes, scales = pairs_of(uint32(at + (i + SOON) // STEPS * (KEYS_A_STEP * 16)))
-                                n = int64(piece + PER_STEP * ((i + SOON) % STEPS))
-                                eight[8 * SOON - 8 : 8 * SOON - 4] = ldg_u32x4(codes + n * 32)
-                                eight[8 * SOON - 4 : 8 * SOON] = ldg_u32x4(codes + n * 32 + 16)
-                                exponent[SOON - 1] = ldg_u8(scales + n)
+                        for g in unroll(GROUPS):
+                            codes, scales = pairs_of(uint32(at + g * KEYS_A_STEP * 16))
+                            eight = regs(8 * STEPS)
+                            exponent = regs(STEPS)
+                            for i in unroll(STEPS):
+                                n = int64(piece + PER_STEP * i)
+                                eight[8 * i : 8 * i + 4] = ldg_u32x4(codes + n * 32)
+                                eight[8 * i + 4 : 8 * i + 8] = ldg_u32x4(codes + n * 32 + 16)
+                                exponent[i] = ldg_u8(scales + n)
+                            for i in unroll(STEPS):
+                                chunk = int32((piece + PER_STEP * i) * 4)
+                                expand_window(
+                                    stage, int32(key + g * KEYS_A_STEP), chunk, eight[8 * i : 8 * i + 8], exponent[i]
+                                )
                     fence_async()
                     sync_warp()
                     if lane == 0:
