@@ -3,6 +3,7 @@
 Times are the CPU's, so that other work on the machine does not count.
 """
 
+import gc
 import itertools
 import time
 from collections import defaultdict
@@ -29,6 +30,15 @@ class Timed(CpuBackend):
         done = super().prefill(sequence, rows, budget_s)
         self.chunks.append(clock() - start)
         return done
+
+
+@pytest.fixture(autouse=True)
+def only_its_own_garbage():
+    """A collection that also walks what earlier tests have left takes as long as a chunk."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
@@ -74,16 +84,29 @@ def load(tokens):
 
 
 def test_gaps_and_first_tokens_keep_their_bounds_beside_long_prompts(toy):
-    times, arrived, _ = run(toy, load(3000))
-    chunk, begin, end = max(toy.chunks), arrived["long0"], times["long2"][0]
+    runs = []
+    for _ in range(3):  # the middle of three: a percentile of few gaps is the machine's worst moment
+        times, arrived, _ = run(toy, load(3000))
+        runs.append((max(toy.chunks), *gaps(times, arrived), first_tokens(times, arrived)))
+    chunk, idle, busy, first = np.median(np.array(runs), axis=0)
+    assert busy <= 3 * idle + chunk
+    assert first <= 2 * (chunk + idle)
+
+
+def gaps(times, arrived):
+    """The 99th percentiles of a stream's gaps before the long prompts and beside them; the worse of two streams."""
+    begin, end, found = arrived["long0"], times["long2"][0], []
     for id in ("stream0", "stream1"):
         idle = [b - a for a, b in itertools.pairwise(t for t in times[id] if t < begin)][5:]
         busy = [b - a for a, b in itertools.pairwise(t for t in times[id] if begin < t < end)]
         assert len(idle) > 20 and len(busy) > 15
-        assert np.percentile(busy, 99) <= 3 * np.percentile(idle, 99) + chunk
-    step = np.percentile(idle, 99)
-    for i in range(6):
-        assert times[f"short{i}"][0] - arrived[f"short{i}"] <= 2 * (chunk + step)
+        found.append((np.percentile(idle, 99), np.percentile(busy, 99)))
+    return max(found, key=lambda pair: pair[1] - 3 * pair[0])
+
+
+def first_tokens(times, arrived):
+    """The longest wait of a short prompt for its first token."""
+    return max(times[f"short{i}"][0] - arrived[f"short{i}"] for i in range(6))
 
 
 def test_total_throughput_is_within_a_tenth_of_first_come_first_served(toy):

@@ -139,8 +139,10 @@ def test_kill_in_decode_prefill_and_idle_and_each_time_it_comes_back(served):
     assert outcomes([Caller(server.url, max_tokens=5)]) == {"complete": 1}
 
     # prefill: a long prompt that has not got its first token
-    callers = [Caller(server.url, **long), Caller(server.url, stream=False, **long)]
-    wait_for(lambda: server.gauge("running") >= 1)
+    callers = [Caller(server.url, **long)]
+    wait_for(lambda: callers[0].lines)  # admitted: its answer has begun
+    callers.append(Caller(server.url, stream=False, **long))
+    wait_for(lambda: server.gauge("server_load") == 2)
     os.kill(second, signal.SIGKILL)
     assert outcomes(callers) == {"error event": 1, "status 503": 1}
     assert not any(caller.tokens for caller in callers)
