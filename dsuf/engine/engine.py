@@ -70,6 +70,7 @@ class Engine:
         self._events: list[Event] = []  # said between turns (cancels); go out with the next one
         self._rows = 0
         self._chunk_until = -math.inf  # end of a chunk that has time left
+        self._waited_s = 0.0  # what such a chunk's rest took from streams, and the next chunk gives back
 
     @property
     def idle(self) -> bool:
@@ -112,10 +113,15 @@ class Engine:
     def step(self) -> list[Event]:
         """One turn of the wheel; [] when idle. What a backend raises goes through: `abort` then ends what runs."""
         self._settle()
-        worked = self._clock() < self._chunk_until and self._prefill(self._chunk_until)
-        if not worked:
+        start = self._clock()
+        worked = start < self._chunk_until and self._prefill(self._chunk_until)
+        if worked:
+            self._waited_s = self._clock() - start
+        else:
             worked = self._decode()
-            worked = self._prefill(self._clock() + self.options.prefill_budget_s) or worked
+            budget_s = self.options.prefill_budget_s - self._waited_s
+            worked = self._prefill(self._clock() + budget_s) or worked
+            self._waited_s = 0.0
         if worked:
             self._publish(self.backend.poll())
         elif not self._events and (self._gate.holds or self._copying):
