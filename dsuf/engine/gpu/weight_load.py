@@ -17,7 +17,7 @@ import numpy as np
 
 from dsuf import formats
 from dsuf.engine.gpu.weight_plan import PAIR_TILES, Part
-from dsuf.engine.gpu.weights import Progress, Weights
+from dsuf.engine.gpu.weights import Progress, Weights, quantised
 from dsuf.kernels import pack
 from dsuf.kernels.experts import GATE_UP_CHUNK
 
@@ -146,7 +146,7 @@ class Loader:
     def _fp8(self, part: Part, at: int) -> Iterator[_Piece]:
         chunk, first = pack.chunk_width(part.k), 0
         for name in part.tensors:
-            codes, scales = self._pair(name)
+            codes, scales = quantised(name, self.checkpoint)
             if part.split == "columns":
                 columns = slice(part.first, part.first + part.k)
                 codes, scales = codes[:, columns], scales[:, part.first // 32 : (part.first + part.k) // 32]
@@ -181,7 +181,7 @@ class Loader:
         size = part.nbytes // part.experts
         for number in range(part.experts):
             for which, name in enumerate(names):
-                codes, scales = self._pair(f"{part.tensors[0]}.{part.first + number}.{name}")
+                codes, scales = quantised(f"{part.tensors[0]}.{part.first + number}.{name}", self.checkpoint)
                 for begin, end in self._runs(codes):
                     arguments = (
                         at + number * size, end - begin, part.k, chunk, begin // pack.ROWS, run, len(names), which,
@@ -198,9 +198,6 @@ class Loader:
             self.device.launch(kernel, *places, target, *rest, grid=grid)
 
         return _Piece(arrays, use, nbytes)
-
-    def _pair(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        return self.checkpoint.raw(f"{name}.weight"), self.checkpoint.raw(f"{name}.scale")
 
     def _runs(self, rows: np.ndarray) -> Iterator[tuple[int, int]]:
         """Row ranges of a matrix whose pieces fit a buffer, with room for scales."""

@@ -17,9 +17,11 @@ import numpy as np
 
 from dsuf import formats
 from dsuf.engine.gpu.weight_plan import PAIR_TILES, Part, plan
+from dsuf.errors import CheckpointError
 from dsuf.kernels import engram as engram_kernels
 from dsuf.kernels import pack, rope
 from dsuf.kernels.experts import GATE_UP_CHUNK
+from dsuf.kernels.ptx.fragments import FP4_SHIFT, FP8_SHIFT
 from dsuf.ops.engram import hashes
 from dsuf.ops.rope import frequencies
 from dsuf.spec import Spec
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from dsuf.model.checkpoint import Checkpoint
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
+BF16_EXPONENTS = 254  # the largest exponent field of a finite bf16; a product's multiplier has scale + shift there
 TABLES = ("engram_table", "engram_table_scales")  # placed by engram_tables.py
 
 
@@ -167,21 +170,33 @@ def packed(part: Part, checkpoint: Checkpoint, chip: str) -> np.ndarray:
 
 
 def _w13(expert: str, checkpoint: Checkpoint, chip: str) -> np.ndarray:
-    w1, w3 = (pack.pack_fp4(*_pair(f"{expert}.{name}", checkpoint), chip, GATE_UP_CHUNK) for name in ("w1", "w3"))
+    w1, w3 = (pack.pack_fp4(*quantised(f"{expert}.{name}", checkpoint), chip, GATE_UP_CHUNK) for name in ("w1", "w3"))
     return pack.interleave(w1, w3, PAIR_TILES)
 
 
 def _w2(expert: str, checkpoint: Checkpoint, chip: str) -> np.ndarray:
-    return pack.pack_fp4(*_pair(f"{expert}.w2", checkpoint), chip)
+    return pack.pack_fp4(*quantised(f"{expert}.w2", checkpoint), chip)
 
 
-def _pair(name: str, checkpoint: Checkpoint) -> tuple[np.ndarray, np.ndarray]:
-    return checkpoint.raw(f"{name}.weight"), checkpoint.raw(f"{name}.scale")
+def quantised(name: str, checkpoint: Checkpoint) -> tuple[np.ndarray, np.ndarray]:
+    """Stored codes and scales of an fp8 or fp4 matrix.
+
+    Raises CheckpointError for a scale above what the prefill products can take.
+    """
+    codes, scales = checkpoint.raw(f"{name}.weight"), checkpoint.raw(f"{name}.scale")
+    shift = FP4_SHIFT if checkpoint.info(f"{name}.weight").dtype == "I8" else FP8_SHIFT
+    found, most = int(scales.max()), BF16_EXPONENTS - shift
+    if found > most:
+        raise CheckpointError(
+            f"{name}.scale holds 2^{found - 127}, the GPU's products take scales up to 2^{most - 127}. "
+            "Use --gpus 0, or a checkpoint whose scales were made from the largest weight of each block."
+        )
+    return codes, scales
 
 
 def _fp8(name: str, part: Part, checkpoint: Checkpoint) -> tuple[np.ndarray, np.ndarray]:
     """Codes and scales of this rank's rows or columns of one of the stacked matrices."""
-    codes, scales = _pair(name, checkpoint)
+    codes, scales = quantised(name, checkpoint)
     if part.split is None:
         return codes, scales
     if part.split == "columns":

@@ -11,6 +11,7 @@ from dsuf.engine.gpu.engram_tables import place_on_device
 from dsuf.engine.gpu.machine import Machine
 from dsuf.engine.gpu.weight_load import Loader
 from dsuf.engine.options import EngineOptions
+from dsuf.errors import CheckpointError
 from dsuf.kernels import pack
 from dsuf.kernels.catalogue import CONFIGS
 from dsuf.model import synthetic
@@ -101,6 +102,26 @@ class TestLoading:
         got = device.download(held.class_map, 4 * spec.vocab_size).view(np.int32)
         assert np.array_equal(got, tiny.class_map())
         assert sum(device.held().values()) < 1.2 * sum(p.nbytes for p in held.parts)
+
+
+class Scaled:
+    """A checkpoint of which one scale of every matrix has another exponent."""
+
+    def __init__(self, checkpoint, exponent):
+        self.info, self._checkpoint, self._exponent = checkpoint.info, checkpoint, exponent
+
+    def raw(self, name):
+        found = self._checkpoint.raw(name).copy()
+        if name.endswith(".scale"):
+            found.flat[-1] = 127 + self._exponent
+        return found
+
+
+@pytest.mark.parametrize(("name", "most"), [("layers.0.attn.wq_b", 7), ("layers.0.ffn.experts.3.w1", 1)])
+def test_scales_that_the_products_cannot_take_are_refused(tiny, name, most):
+    assert weights.quantised(name, Scaled(tiny, most))[1].max() == 127 + most
+    with pytest.raises(CheckpointError, match=f"{name}.scale holds 2.{most + 1}, .* up to 2.{most}"):
+        weights.quantised(name, Scaled(tiny, most + 1))
 
 
 class TestLoader:
