@@ -80,7 +80,8 @@ def tool_versions() -> tuple[str, ...]:
 
 def key_of(kernel: Kernel, chip: str) -> str:
     """Content hash of a compilation: 32 hex digits."""
-    recipe = json.dumps([kernel.identity, kernel.parameters, chip, tool_versions(), "lto no-fma no-fastmath"])
+    geometry = (kernel.threads, kernel.grid, kernel.shared, kernel.cluster)  # kept with the code
+    recipe = json.dumps([kernel.identity, kernel.parameters, geometry, chip, tool_versions(), "lto no-fma no-fastmath"])
     return hashlib.sha256(recipe.encode()).hexdigest()[:32]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -31,6 +32,12 @@ def test_second_build_comes_from_disk_and_is_the_same(tmp_path):
     assert first.fresh and not second.fresh and first.facts == second.facts and first.grid == second.grid
     assert (tmp_path / "kernels").stat().st_mode & 0o777 == 0o700
     assert key_of(make(2.0), "sm_90a") != key_of(make(3.0), "sm_90a") != key_of(make(3.0), "sm_103a")
+
+
+def test_one_code_with_two_geometries_is_kept_twice(tmp_path):
+    small, large = make(2.0), replace(make(2.0), shared=4096, grid=(3, 2))
+    assert [build(one, "sm_90a", tmp_path).shared for one in (small, large, small, large)] == [0, 4096, 0, 4096]
+    assert build(large, "sm_90a", tmp_path).grid == (3, 2)
 
 
 @pytest.mark.parametrize("damage", [b"", b"not what it was", None])
