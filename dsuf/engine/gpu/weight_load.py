@@ -17,7 +17,7 @@ import numpy as np
 
 from dsuf import formats
 from dsuf.engine.gpu.weight_plan import PAIR_TILES, Part
-from dsuf.engine.gpu.weights import Progress, Weights, quantised
+from dsuf.engine.gpu.weights import Progress, Weights, fp8_share, quantised
 from dsuf.kernels import pack
 from dsuf.kernels.experts import GATE_UP_CHUNK
 
@@ -146,14 +146,7 @@ class Loader:
     def _fp8(self, part: Part, at: int) -> Iterator[_Piece]:
         chunk, first = pack.chunk_width(part.k), 0
         for name in part.tensors:
-            codes, scales = quantised(name, self.checkpoint)
-            if part.split == "columns":
-                columns = slice(part.first, part.first + part.k)
-                codes, scales = codes[:, columns], scales[:, part.first // 32 : (part.first + part.k) // 32]
-            elif part.split is not None:
-                count = len(part.tensors)
-                rows = slice(part.first // count, (part.first + part.n) // count)
-                codes, scales = codes[rows], scales[rows.start // 32 : rows.stop // 32]
+            codes, scales = fp8_share(name, part, self.checkpoint)
             for begin, end in self._runs(codes):
                 arrays = (codes[begin:end], scales[begin // 32 : -(-end // 32)])
                 arguments = (at, end - begin, part.k, chunk, first + begin // pack.ROWS)

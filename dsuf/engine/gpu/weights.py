@@ -163,7 +163,7 @@ def packed(part: Part, checkpoint: Checkpoint, chip: str) -> np.ndarray:
     if part.layout == "bf16":
         return _bytes(pack.pack_bf16(_shared(np.concatenate([checkpoint.raw(name) for name in part.tensors]), part)))
     if part.layout == "fp8":
-        return _bytes(np.concatenate([pack.pack_fp8(*_fp8(name, part, checkpoint)) for name in part.tensors]))
+        return _bytes(np.concatenate([pack.pack_fp8(*fp8_share(name, part, checkpoint)) for name in part.tensors]))
     experts = range(part.first, part.first + part.experts)
     one = _w13 if part.layout == "w13" else _w2
     return np.concatenate([_bytes(one(f"{part.tensors[0]}.{expert}", checkpoint, chip)) for expert in experts])
@@ -194,7 +194,7 @@ def quantised(name: str, checkpoint: Checkpoint) -> tuple[np.ndarray, np.ndarray
     return codes, scales
 
 
-def _fp8(name: str, part: Part, checkpoint: Checkpoint) -> tuple[np.ndarray, np.ndarray]:
+def fp8_share(name: str, part: Part, checkpoint: Checkpoint) -> tuple[np.ndarray, np.ndarray]:
     """Codes and scales of this rank's rows or columns of one of the stacked matrices."""
     codes, scales = quantised(name, checkpoint)
     if part.split is None:
