@@ -27,7 +27,7 @@ from typing import Any
 
 from dsuf.kernels.catalogue import Entry, Width
 from dsuf.kernels.lang import Kernel, f32, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
-from dsuf.kernels.mixes import LOG2_E, ROWS_OF_FN, STREAMS, SUMS, normalise, sigmoid
+from dsuf.kernels.mixes import ROWS_OF_FN, STREAMS, SUMS, sigmoid, sinkhorn
 from dsuf.kernels.ptx.convert import (
     as_float,
     bf16_high,
@@ -35,12 +35,10 @@ from dsuf.kernels.ptx.convert import (
     bf16x2,
     e4m3x2,
     e4m3x4_bf16,
-    exp2_approx,
     fabs,
     fma,
     fmax,
     mul_bf16x2,
-    rcp_approx,
     round_bf16,
     rsqrt_approx,
 )
@@ -323,17 +321,7 @@ def make_coefficients(*, rounds: int, hc_eps: float, eps: float) -> Kernel:
             c = regs(16)
             for i in unroll(16):
                 c[i] = fma(m[8 + i] * inverse, ldw_f32(scale + 8), ldw_f32(base + 32 + 4 * i))
-            for j in unroll(4):
-                top = fmax(fmax(c[4 * j], c[4 * j + 1]), fmax(c[4 * j + 2], c[4 * j + 3]))
-                for k in unroll(4):
-                    c[4 * j + k] = exp2_approx((c[4 * j + k] - top) * LOG2_E)
-                f = rcp_approx(((c[4 * j] + c[4 * j + 1]) + c[4 * j + 2]) + c[4 * j + 3])
-                for k in unroll(4):
-                    c[4 * j + k] = fma(c[4 * j + k], f, hc_eps)
-            normalise(c, hc_eps, False)
-            for _ in range(rounds - 1):
-                normalise(c, hc_eps, True)
-                normalise(c, hc_eps, False)
+            sinkhorn(c, rounds, hc_eps)
             for i in unroll(16):
                 stg_f32(to + 32 + 4 * i, c[i])
 

@@ -112,17 +112,8 @@ def normalise(c: Any, eps: Any, by_row: Any) -> None:
 
 
 @inline
-def coefficients(to: Any, sums: Any, scale: Any, base: Any, width: Any, rounds: Any, hc_eps: Any, eps: Any) -> None:
-    """One row's pre [4], post [4], comb [16] to shared memory, from its sums (one thread)."""
-    inverse = rsqrt_approx(ldg_f32(sums + 96) * (1.0 / width) + eps)
-    for j in unroll(8):
-        part = 0 if j < 4 else 4
-        m = ldg_f32(sums + 4 * j) * inverse
-        gate = sigmoid(fma(m, ldw_f32(scale + part), ldw_f32(base + 4 * j)))
-        sts_f32(uint32(to + 4 * j), gate + hc_eps if j < 4 else gate * 2.0)
-    c = regs(16)
-    for j in unroll(16):
-        c[j] = fma(ldg_f32(sums + 32 + 4 * j) * inverse, ldw_f32(scale + 8), ldw_f32(base + 32 + 4 * j))
+def sinkhorn(c: Any, rounds: Any, hc_eps: Any) -> None:
+    """comb from its logits c[4j + k]: a softmax of each row, then columns and rows in turn; one thread."""
     for j in unroll(4):
         top = fmax(fmax(c[4 * j], c[4 * j + 1]), fmax(c[4 * j + 2], c[4 * j + 3]))
         for k in unroll(4):
@@ -134,6 +125,21 @@ def coefficients(to: Any, sums: Any, scale: Any, base: Any, width: Any, rounds: 
     for _ in range(rounds - 1):
         normalise(c, hc_eps, True)
         normalise(c, hc_eps, False)
+
+
+@inline
+def coefficients(to: Any, sums: Any, scale: Any, base: Any, width: Any, rounds: Any, hc_eps: Any, eps: Any) -> None:
+    """One row's pre [4], post [4], comb [16] to shared memory, from its sums (one thread)."""
+    inverse = rsqrt_approx(ldg_f32(sums + 96) * (1.0 / width) + eps)
+    for j in unroll(8):
+        part = 0 if j < 4 else 4
+        m = ldg_f32(sums + 4 * j) * inverse
+        gate = sigmoid(fma(m, ldw_f32(scale + part), ldw_f32(base + 4 * j)))
+        sts_f32(uint32(to + 4 * j), gate + hc_eps if j < 4 else gate * 2.0)
+    c = regs(16)
+    for j in unroll(16):
+        c[j] = fma(ldg_f32(sums + 32 + 4 * j) * inverse, ldw_f32(scale + 8), ldw_f32(base + 32 + 4 * j))
+    sinkhorn(c, rounds, hc_eps)
     for j in unroll(16):
         sts_f32(uint32(to + 32 + 4 * j), c[j])
 
