@@ -271,6 +271,8 @@ class ChatText:
             raise PromptError("invalid JSON request: nested too deeply") from None
         except (dr.ConversionError, ValueError, TypeError) as error:
             raise PromptError(str(error)) from None
+        if not converted.conversation.messages:  # the recipe drops empty system messages and lone reasoning
+            raise PromptError("Empty input messages: none of those given says anything. Add a user's.")
         return _Asked(model, document, converted, extensions, tool_names, echo)
 
     def _encode(self, conversation: dr.Conversation) -> list[int]:

@@ -52,6 +52,8 @@ from tests.support.serving import v41_text
         {"stream_options": {"include_usage": True}},
         {"stream": "yes"},
         {"messages": []},
+        {"messages": [{"role": "system", "content": ""}]},
+        {"messages": [{"role": "developer", "content": []}]},
         {"messages": "hi"},
         {"messages": [{"role": "user"}]},
         {"messages": [{"role": "nobody", "content": "x"}]},
