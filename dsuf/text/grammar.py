@@ -17,6 +17,7 @@ keeps it, need to share nothing:
 from __future__ import annotations
 
 import copy
+import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
@@ -32,6 +33,7 @@ Kind = Literal["json", "regex", "lark"]
 # One line break with its indent, or a few blanks: a weak model would otherwise go on with them until max_tokens.
 _JSON_OPTIONS: llguidance.JsonCompileOptions = {"whitespace_pattern": r"(\r?\n[ \t]{0,40}|[ \t]{1,4})"}
 _ANY_OBJECT = '{"type":"object"}'  # what JSON mode promises
+_SILENT = 0  # what goes wrong is told to the client, in the log's form, not to stderr
 _LIMITS = llguidance.LLParserLimits(verbose_errors=False)
 
 
@@ -82,7 +84,8 @@ class TokenGrammars:
             grammar = msgspec.json.decode(constraint, type=Grammar)
         except msgspec.MsgspecError as error:
             raise PromptError(f"the constraint is not one: {error}") from None
-        matcher = llguidance.LLMatcher(self._tokenizer.result(), grammar.compiled_text(), limits=_LIMITS)
+        text = grammar.compiled_text()
+        matcher = llguidance.LLMatcher(self._tokenizer.result(), text, limits=_LIMITS, log_level=_SILENT)
         if not matcher.is_error():
             matcher.compute_bitmask()  # the first mask builds what later ones look up
         if matcher.is_error():
@@ -140,6 +143,7 @@ class TokenConstraint:
             _set(row, self._eos, True)
         else:
             self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            self._raise_error()  # the mask would allow the end
             if state == "start" and self._grammar.call_start:
                 _set(row, self._grammar.call_start[0], True)
 
@@ -158,9 +162,15 @@ class TokenConstraint:
         elif state in ("start", "answer") and self._matcher.try_consume_tokens([token]) == 1:
             self._state = "answer"
         else:
+            self._raise_error()
             raise EngineGone(
                 f"token {token} is outside the constraint of this request. Send it again without constraint."
             )
+
+    def _raise_error(self) -> None:
+        """Raise EngineGone when the library has given up: a limit of its own, met on the way."""
+        if self._matcher.is_error():
+            raise EngineGone(f"the constraint cannot be kept any further: {_reason(self._matcher.get_error())}.")
 
 
 def checkpoint_grammars(checkpoint: Checkpoint) -> Callable[[str], TokenConstraint] | None:
@@ -170,7 +180,19 @@ def checkpoint_grammars(checkpoint: Checkpoint) -> Callable[[str], TokenConstrai
 
 
 def _open_tokenizer(tokenizer_json: str, vocab_size: int, eos_id: int) -> llguidance.LLTokenizer:
-    return llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=eos_id)
+    """The vocabulary with other names for its added tokens, which nobody can guess.
+
+    The library encodes text that must come next. Where a schema's own words read like an added token they would become
+    that token, which its matcher then takes for none of the text.
+    """
+    document = msgspec.json.decode(tokenizer_json)
+    vocabulary = document["model"]["vocab"]
+    for token in document.get("added_tokens", ()):
+        name = f"<{secrets.token_hex(16)}>"
+        if token["content"] in vocabulary:
+            vocabulary[name] = vocabulary.pop(token["content"])
+        token |= {"content": name, "special": True, "normalized": False}
+    return llguidance.LLTokenizer(msgspec.json.encode(document).decode(), n_vocab=vocab_size, eos_token=eos_id)
 
 
 def _has(row: np.ndarray, token: int) -> bool:
@@ -184,5 +206,7 @@ def _set(row: np.ndarray, token: int, allowed: bool) -> None:
 
 def _reason(message: object) -> str:
     """The line of an error report that says what is wrong."""
+    if str(message).startswith("NoExtension"):
+        return "no answer fits it"
     lines = str(message).strip().splitlines()
     return next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0]).rstrip(".")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import random
 import re
 
 import numpy as np
@@ -109,6 +110,35 @@ def test_whatever_is_sampled_fits_the_regular_expression(rng):
     assert FULL_NAME.fullmatch(walk(constraint("regex", FULL_NAME.pattern), rng))
 
 
+SPELLINGS = ("</think>", "<｜System｜>", "<｜begin▁of▁sentence｜>", "｜DSML｜", "<｜deepseek_image｜>", "<｜▁pad▁｜>")
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_words_of_a_schema_that_read_like_a_special_token_are_text(spelling):
+    word, rng = f"a{spelling}b", random.Random(0)
+    assert json.loads(walk(constraint("json", json.dumps({"const": word})), rng)) == word
+    assert json.loads(walk(constraint("json", json.dumps(strict_object(word))), rng)) == {word: 7}
+    assert walk(constraint("regex", re.escape(word)), rng) == word
+    tools = [{"type": "function", "function": {"name": "f", "parameters": strict_object(word), "strict": True}}]
+    assert f'name="{word}"' in walk(constraint("", tool_call_grammar(json.dumps(tools), DSML, several=False)), rng)
+
+
+def strict_object(name):
+    return {
+        "type": "object",
+        "properties": {name: {"type": "integer", "enum": [7]}},
+        "required": [name],
+        "additionalProperties": False,
+    }
+
+
+def test_no_special_token_may_stand_in_a_text():
+    made = constraint("json", '{"type": "string"}')
+    made.advance(encode('"'))
+    special = {encode(spelling)[0] for spelling in (*SPELLINGS, "<｜User｜>", "<think>", "<dsml:")}
+    assert not special & set(allowed_first(made))
+
+
 def test_json_mode_means_one_object():
     assert fits(constraint("json", ""), '{"any": [1, "é", null]}')
     for text in ("[1]", "3", '{"a": 1} and more', "", "```json\n{}"):
@@ -205,6 +235,20 @@ def test_what_cannot_be_kept_is_refused_by_name(kind, text, told):
 def test_a_token_outside_the_grammar_is_a_fault():
     with pytest.raises(EngineGone, match="token 5 is outside"):
         constraint("json", "").advance([5])
+
+
+def test_a_grammar_that_nothing_fits_is_refused():
+    with pytest.raises(PromptError, match="no answer fits it"):
+        constraint("regex", "[^\x00-\U0010ffff]")
+
+
+def test_a_grammar_that_outgrows_its_limit_is_a_fault_and_not_the_end_of_the_answer(capfd):
+    made = constraint("regex", "(a{1000}){1000}")
+    with pytest.raises(EngineGone, match="cannot be kept any further: lexer error: too many"):
+        for _ in range(4000):
+            made.fill(rows(1), [])
+            made.advance(encode("a" * 16))
+    assert capfd.readouterr().err == ""
 
 
 def test_a_broken_constraint_is_refused():
