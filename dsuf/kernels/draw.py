@@ -141,6 +141,17 @@ def over_ranks(share: Any, high: Any, low: Any, rank: Any, tid: Any, blocks: Any
 
 
 @inline
+def stretch_of(vocabulary: Any, rank: Any, tid: Any, blocks: Any, threads: Any) -> Any:
+    """A block's stretch of a row (its first token, how many) and a thread's part of the stretch (from, to)."""
+    stretch = int32((vocabulary + blocks - 1) // blocks)
+    start = int32(rank * stretch)
+    held = int32(max(min(stretch, vocabulary - start), 0))
+    per = int32((stretch + threads - 1) // threads | 1)
+    low_end = int32(min(tid * per, held))
+    return start, held, low_end, int32(min(low_end + per, held))
+
+
+@inline
 def allowed_bit(mask: Any, row: Any, words: Any, token: Any) -> Any:
     """1 where a bit mask of rows of `words` words lets a token through."""
     return uint32(ldg_u32(mask + (row * words + (token >> 5)) * 4) >> (token & 31) & 1)

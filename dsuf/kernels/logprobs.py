@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import Any
 
 from dsuf.kernels.catalogue import Entry, Width
-from dsuf.kernels.draw import MOST_VOCABULARY, load_row
+from dsuf.kernels.draw import MOST_VOCABULARY, load_row, stretch_of
 from dsuf.kernels.lang import Kernel, inline, int32, int64, kernel, s32, s64, uint32, unroll
 from dsuf.kernels.ptx.convert import as_float, exp2_approx, log2_approx
 from dsuf.kernels.ptx.memory import (
@@ -100,12 +100,7 @@ def make(*, cluster: int, threads: int, most: int) -> Kernel:
         sums = uint32(sm + AT_SUM)
         share = uint32(sm + AT_SHARE)
         line = uint32(sm + AT_ROW)
-        stretch = int32((vocabulary + cluster - 1) // cluster)
-        start = int32(rank * stretch)  # its first token
-        held = int32(max(min(stretch, vocabulary - start), 0))
-        per = int32((stretch + threads - 1) // threads | 1)  # tokens of a thread
-        low_end = int32(min(tid * per, held))
-        high_end = int32(min(low_end + per, held))
+        start, held, low_end, high_end = stretch_of(vocabulary, rank, tid, cluster, threads)
         slot = get(table, T_SEQUENCE, row)  # table and slots are older than the kernel before
         wanted = word(slots + int64(max(slot, 0)) * SLOT_BYTES, S_LOGPROBS)
         wait_for_previous_kernel()

@@ -39,6 +39,7 @@ from dsuf.kernels.draw import (
     scan_pair,
     share_of,
     split_mass,
+    stretch_of,
     token_at,
     weight,
 )
@@ -188,12 +189,7 @@ def make_filter(*, cluster: int, threads: int, most: int) -> Kernel:
         share = uint32(sm + AT_SHARE)  # two for the argmax, two for ties, two for masses
         found = uint32(sm + AT_FOUND)
         line = uint32(sm + AT_ROW)
-        stretch = int32((vocabulary + cluster - 1) // cluster)
-        start = int32(rank * stretch)  # its first token
-        held = int32(max(min(stretch, vocabulary - start), 0))
-        per = int32((stretch + threads - 1) // threads | 1)  # tokens of a thread
-        low_end = int32(min(tid * per, held))
-        high_end = int32(min(low_end + per, held))
+        start, held, low_end, high_end = stretch_of(vocabulary, rank, tid, cluster, threads)
         # table and slots are older than the kernel before
         slot = get(table, T_SEQUENCE, row)
         own = slots + int64(max(slot, 0)) * SLOT_BYTES
