@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsuf.kernels.draw import LOW, over_ranks, scan_pair, split_mass, weight
+from dsuf.kernels.draw import LOW, LOW_MASK, joined, over_ranks, scan_pair, split_mass, weight
 from dsuf.kernels.lang import float32, inline, int32, int64, regs, uint32, unroll
 from dsuf.kernels.ptx.convert import fmin
 from dsuf.kernels.ptx.memory import atom_add_shared, lds_f32, lds_u32, sts_u32
@@ -181,3 +181,61 @@ def put_pair(address: Any, first: Any, second: Any) -> None:
     """Two words to shared memory."""
     sts_u32(address, first)
     sts_u32(uint32(address + 4), second)
+
+
+@inline
+def narrowed(
+    line: Any, low_end: Any, high_end: Any, start: Any, threshold: Any, cut: Any, top: Any, scale: Any, by_mass: Any,
+    wanted: Any, top_p: Any, side: Any, bins: Any, scratch: Any, found: Any, share: Any, rank: Any, tid: Any,
+    threads: Any, warps: Any, blocks: Any,
+) -> Any:  # fmt: skip
+    """Threshold and cut of the `wanted` largest kept tokens (by_mass 0), or of the fewest whose mass reaches top_p of
+    theirs; and which of the two sets of bins at `bins` comes next. found: 32 bytes; share: two times 8.
+    """
+    goal = int64(wanted)
+    near = int32(0)  # digits of the distance, then of the key
+    prefix = uint32(0)
+    ties = int64(2)
+    mass = int64(0)
+    digit = int32(0)
+    first_one = low_end
+    last_one = high_end
+    while digit < DIGITS and ties != 1:
+        hist = uint32(bins + side * BIN_BYTES)
+        first_one, last_one = fill_bins(
+            hist, line, first_one, last_one, start, threshold, cut, top, scale, by_mass, digit, near, prefix, tid,
+            threads,
+        )  # fmt: skip
+        cluster_arrive()
+        cluster_wait()
+        count, mine = bins_of_cluster(hist, by_mass, tid, blocks)
+        measure = int64(mine if by_mass == 1 else count)
+        a, b, c, d = scan_pair(uint32(measure >> LOW), uint32(measure & LOW_MASK), scratch, tid, warps)
+        above = joined(a, b)
+        total = joined(c, d)
+        if digit == 0:
+            share_wanted = mass_wanted(total, top_p)
+            goal = int64(max(min(share_wanted if by_mass == 1 else goal, total), 1))
+        if above < goal and goal <= above + measure:
+            sts_u32(found, uint32(tid))
+            put_wide(uint32(found + 8), goal - above)
+            put_wide(uint32(found + 16), count)
+            put_wide(uint32(found + 24), mine)
+        sync_threads()
+        at = int32(lds_u32(found))
+        goal = get_wide(uint32(found + 8))
+        ties = get_wide(uint32(found + 16))
+        mass = get_wide(uint32(found + 24))
+        sync_threads()
+        near = int32(near | at << (16 - 8 * min(digit, 2)) if digit < FAR_DIGITS else near)
+        byte = uint32(uint32(255 - at) << (24 - 8 * max(digit - FAR_DIGITS, 0)))
+        prefix = uint32(prefix | byte if digit >= FAR_DIGITS else prefix)
+        digit = int32(digit + 1)
+        side = int32(side ^ 1)
+    # of the `ties` tokens that share them all, as many stay as it takes to reach the goal
+    each = int64(max(mass // ties, 1))
+    stay = int64((goal + each - 1) // each if by_mass == 1 else goal)
+    stay = int64(max(min(stay, ties), 1))
+    threshold, cut = last_kept(line, first_one, last_one, start, top, scale, digit, near, prefix, threshold, cut, stay,
+                               found, scratch, share, rank, tid, warps, blocks)  # fmt: skip
+    return threshold, cut, side

@@ -28,8 +28,6 @@ from typing import Any
 
 from dsuf.kernels.catalogue import Entry, Width
 from dsuf.kernels.draw import (
-    LOW,
-    LOW_MASK,
     MOST_VOCABULARY,
     allowed_bit,
     joined,
@@ -44,17 +42,7 @@ from dsuf.kernels.draw import (
     weight,
 )
 from dsuf.kernels.lang import Kernel, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
-from dsuf.kernels.nucleus import (
-    BIN_BYTES,
-    DIGITS,
-    FAR_DIGITS,
-    bins_of_cluster,
-    fill_bins,
-    get_wide,
-    last_kept,
-    mass_wanted,
-    put_wide,
-)
+from dsuf.kernels.nucleus import BIN_BYTES, narrowed
 from dsuf.kernels.ptx.convert import as_float, div
 from dsuf.kernels.ptx.memory import (
     ldg_f32,
@@ -165,6 +153,97 @@ def best_of(scratch: Any, share: Any, key: Any, token: Any, tid: Any, warps: Any
     return best, best_token
 
 
+@inline
+def load_allowed(
+    line: Any, logit: Any, held: Any, start: Any, mask: Any, allowed: Any, words: Any, tid: Any, threads: Any
+) -> None:
+    """A stretch of logits into shared memory, minus infinity where the mask forbids a token."""
+    load_row(line, logit, held, tid, threads)
+    if mask != 0:
+        for i in range(tid, held, threads):
+            bit = allowed_bit(mask, allowed, words, int64(start + i))
+            if bit == 0:
+                sts_f32(uint32(line + 4 * i), as_float(uint32(MINUS_INFINITY)))
+    sync_threads()
+
+
+@inline
+def best_of_stretch(line: Any, low_end: Any, high_end: Any, start: Any) -> Any:
+    """Largest key among a thread's tokens and the lowest token that has it."""
+    key = uint32(0)
+    token = int32(NONE)
+    for some in range(low_end, high_end, 4):
+        x = regs(4)
+        for j in unroll(4):
+            x[j] = lds_f32(uint32(line + 4 * min(some + j, high_end - 1)))
+        for j in unroll(4):
+            one = ordered(x[j])
+            better = one > key  # a token met twice changes nothing
+            key = uint32(one if better else key)
+            token = int32(start + some + j if better else token)
+    return key, token
+
+
+@inline
+def best_possible(
+    line: Any, logit: Any, own: Any, eos: Any, low_end: Any, high_end: Any, start: Any, held: Any, mask: Any,
+    allowed: Any, words: Any, scratch: Any, share: Any, tid: Any, warps: Any, blocks: Any,
+) -> Any:  # fmt: skip
+    """The row's best without its first `eos` EOS ids, or with them where nothing else is left; `line` follows."""
+    best_key = uint32(0)
+    best_token = uint32(NONE)
+    turn = int32(0)
+    looks = int32(1)
+    while looks == 1:  # a second time where nothing but EOS is left: then it comes back
+        if tid < eos:
+            at = int32(word(own, S_EOS + tid) - start)
+            if at >= 0 and at < held:
+                x = logit_of(logit, at, start, mask, allowed, words)
+                sts_f32(uint32(line + 4 * at), x if turn == 1 else as_float(uint32(MINUS_INFINITY)))
+        sync_threads()
+        key, token = best_of_stretch(line, low_end, high_end, start)
+        best_key, best_token = best_of(scratch, uint32(share + 8 * turn), key, token, tid, warps, blocks)
+        looks = int32(1 if turn == 0 and eos > 0 and best_key <= IMPOSSIBLE else 0)
+        turn = int32(turn + 1)
+    return best_key, best_token
+
+
+@inline
+def weights_of_kept(
+    line: Any, low_end: Any, high_end: Any, start: Any, threshold: Any, cut: Any, top: Any, scale: Any
+) -> Any:
+    """A thread's logits become weights, 0 for what is not kept; the words of their mass."""
+    high = uint32(0)
+    low = uint32(0)
+    for some in range(low_end, high_end, 4):
+        y = regs(4)
+        for j in unroll(4):
+            y[j] = lds_f32(uint32(line + 4 * min(some + j, high_end - 1)))
+        for j in unroll(4):
+            i = int32(some + j)
+            key = ordered(y[j])
+            kept = (key > threshold or (key == threshold and start + i <= cut)) and i < high_end
+            w = weight(y[j], top, scale)
+            w = w if kept else 0.0
+            a, b = split_mass(w)
+            high = uint32(high + a)
+            low = uint32(low + b)
+            if i < high_end:
+                sts_f32(uint32(line + 4 * i), w)
+    return high, low
+
+
+@inline
+def put_filter(record: Any, top: Any, scale: Any, threshold: Any, cut: Any, total: Any) -> None:
+    """What accept must know of a sampled row."""
+    stg_f32(record + 4 * F_TOP, top)
+    stg_f32(record + 4 * F_SCALE, scale)
+    stg_u32(record + 4 * F_THRESHOLD, threshold)
+    stg_u32(record + 4 * F_CUT, uint32(cut))
+    stg_u32(record + 4 * F_MASS, uint32(total & 0xFFFFFFFF))
+    stg_u32(record + 4 * F_MASS_HIGH, uint32(total >> 32))
+
+
 def make_filter(*, cluster: int, threads: int, most: int) -> Kernel:
     """most: largest vocabulary, up to 16,384 tokens a block; threads at least 256."""
     WARPS, MOST_STRETCH = threads // 32, -(-most // cluster)
@@ -187,7 +266,6 @@ def make_filter(*, cluster: int, threads: int, most: int) -> Kernel:
         sm = shared_base()
         scratch = uint32(sm + AT_WARP)
         share = uint32(sm + AT_SHARE)  # two for the argmax, two for ties, two for masses
-        found = uint32(sm + AT_FOUND)
         line = uint32(sm + AT_ROW)
         start, held, low_end, high_end = stretch_of(vocabulary, rank, tid, cluster, threads)
         # table and slots are older than the kernel before
@@ -206,38 +284,9 @@ def make_filter(*, cluster: int, threads: int, most: int) -> Kernel:
         let_next_kernel_start()
         if slot >= 0 and (purpose < 0 or temperature > 0.0):
             logit = logits + (row * vocabulary + start) * 4
-            load_row(line, logit, held, tid, threads)
-            if bits != 0:
-                for i in range(tid, held, threads):
-                    bit = allowed_bit(bits, allowed, words, int64(start + i))
-                    if bit == 0:
-                        sts_f32(uint32(line + 4 * i), as_float(uint32(MINUS_INFINITY)))
-            sync_threads()
-            top_key = uint32(0)
-            argmax = uint32(NONE)
-            turn = int32(0)
-            looks = int32(1)
-            while looks == 1:  # a second time where nothing but EOS is left: then it comes back
-                if tid < eos:
-                    at = int32(word(own, S_EOS + tid) - start)
-                    if at >= 0 and at < held:
-                        x = logit_of(logit, at, start, bits, allowed, words)
-                        sts_f32(uint32(line + 4 * at), x if turn == 1 else as_float(uint32(MINUS_INFINITY)))
-                sync_threads()
-                key = uint32(0)
-                token = int32(NONE)
-                for some in range(low_end, high_end, 4):
-                    x = regs(4)
-                    for j in unroll(4):
-                        x[j] = lds_f32(uint32(line + 4 * min(some + j, high_end - 1)))
-                    for j in unroll(4):
-                        one = ordered(x[j])
-                        better = one > key  # a token met twice changes nothing
-                        key = uint32(one if better else key)
-                        token = int32(start + some + j if better else token)
-                top_key, argmax = best_of(scratch, uint32(share + 8 * turn), key, token, tid, WARPS, cluster)
-                looks = int32(1 if turn == 0 and eos > 0 and top_key <= IMPOSSIBLE else 0)
-                turn = int32(turn + 1)
+            load_allowed(line, logit, held, start, bits, allowed, words, tid, threads)
+            top_key, argmax = best_possible(line, logit, own, eos, low_end, high_end, start, held, bits, allowed,
+                                            words, scratch, share, tid, WARPS, cluster)  # fmt: skip
             top = as_float(uint32(top_key ^ (0x80000000 if top_key >= 0x80000000 else 0xFFFFFFFF)))
             record = records + row * FILTER_BYTES
             if rank == 0 and tid == 0:
@@ -250,85 +299,18 @@ def make_filter(*, cluster: int, threads: int, most: int) -> Kernel:
                 top_k = word(own, S_TOP_K)
                 top_p = ldg_f32(own + 4 * S_TOP_P)
                 side = int32(0)  # of the bins
-                for which in range(2):  # top-k by count, then top-p by mass
-                    wanted = int32(top_k if which == 0 else 0)
-                    if wanted > 0 or (which == 1 and top_p < 1.0):
-                        goal = int64(wanted)
-                        near = int32(0)  # digits of the distance, then of the key
-                        prefix = uint32(0)
-                        ties = int64(2)
-                        mass = int64(0)
-                        digit = int32(0)
-                        first_one = low_end
-                        last_one = high_end
-                        while digit < DIGITS and ties != 1:
-                            hist = uint32(sm + side * BIN_BYTES)
-                            first_one, last_one = fill_bins(
-                                hist, line, first_one, last_one, start, threshold, cut, top, scale, which, digit, near,
-                                prefix, tid, threads,
-                            )  # fmt: skip
-                            cluster_arrive()
-                            cluster_wait()
-                            count, mine = bins_of_cluster(hist, which, tid, cluster)
-                            measure = int64(mine if which == 1 else count)
-                            a, b, c, d = scan_pair(
-                                uint32(measure >> LOW), uint32(measure & LOW_MASK), scratch, tid, WARPS
-                            )
-                            above = joined(a, b)
-                            total = joined(c, d)
-                            if digit == 0:
-                                share_wanted = mass_wanted(total, top_p)
-                                goal = int64(max(min(share_wanted if which == 1 else goal, total), 1))
-                            if above < goal and goal <= above + measure:
-                                sts_u32(found, uint32(tid))
-                                put_wide(uint32(found + 8), goal - above)
-                                put_wide(uint32(found + 16), count)
-                                put_wide(uint32(found + 24), mine)
-                            sync_threads()
-                            at = int32(lds_u32(found))
-                            goal = get_wide(uint32(found + 8))
-                            ties = get_wide(uint32(found + 16))
-                            mass = get_wide(uint32(found + 24))
-                            sync_threads()
-                            near = int32(near | at << (16 - 8 * min(digit, 2)) if digit < FAR_DIGITS else near)
-                            byte = uint32(uint32(255 - at) << (24 - 8 * max(digit - FAR_DIGITS, 0)))
-                            prefix = uint32(prefix | byte if digit >= FAR_DIGITS else prefix)
-                            digit = int32(digit + 1)
-                            side = int32(side ^ 1)
-                        # of the `ties` tokens that share them all, as many stay as it takes to reach the goal
-                        each = int64(max(mass // ties, 1))
-                        stay = int64((goal + each - 1) // each if which == 1 else goal)
-                        stay = int64(max(min(stay, ties), 1))
-                        threshold, cut = last_kept(line, first_one, last_one, start, top, scale, digit, near, prefix,
-                                                   threshold, cut, stay, found, scratch, uint32(share + 16), rank, tid,
-                                                   WARPS, cluster)  # fmt: skip
-                # logits become weights: 0 for what is not kept
-                high = uint32(0)
-                low = uint32(0)
-                for some in range(low_end, high_end, 4):
-                    y = regs(4)
-                    for j in unroll(4):
-                        y[j] = lds_f32(uint32(line + 4 * min(some + j, high_end - 1)))
-                    for j in unroll(4):
-                        i = int32(some + j)
-                        key = ordered(y[j])
-                        kept = (key > threshold or (key == threshold and start + i <= cut)) and i < high_end
-                        w = weight(y[j], top, scale)
-                        w = w if kept else 0.0
-                        a, b = split_mass(w)
-                        high = uint32(high + a)
-                        low = uint32(low + b)
-                        if i < high_end:
-                            sts_f32(uint32(line + 4 * i), w)
+                for by_mass in range(2):  # top-k by count, then top-p by mass
+                    wanted = int32(top_k if by_mass == 0 else 0)
+                    if wanted > 0 or (by_mass == 1 and top_p < 1.0):
+                        threshold, cut, side = narrowed(
+                            line, low_end, high_end, start, threshold, cut, top, scale, by_mass, wanted, top_p, side,
+                            sm, scratch, uint32(sm + AT_FOUND), uint32(share + 16), rank, tid, threads, WARPS, cluster,
+                        )  # fmt: skip
+                high, low = weights_of_kept(line, low_end, high_end, start, threshold, cut, top, scale)
                 a, b, c, d = scan_pair(high, low, scratch, tid, WARPS)
                 before, total = over_ranks(uint32(share + 32), c, d, rank, tid, cluster)
                 if rank == 0 and tid == 0:
-                    stg_f32(record + 4 * F_TOP, top)
-                    stg_f32(record + 4 * F_SCALE, scale)
-                    stg_u32(record + 4 * F_THRESHOLD, threshold)
-                    stg_u32(record + 4 * F_CUT, uint32(cut))
-                    stg_u32(record + 4 * F_MASS, uint32(total & 0xFFFFFFFF))
-                    stg_u32(record + 4 * F_MASS_HIGH, uint32(total >> 32))
+                    put_filter(record, top, scale, threshold, cut, total)
                 if picked != 0:
                     place = int32(get(table, T_POSITION, row) + 1)
                     u = philox(ldg_u32(own + 4 * S_SEED), ldg_u32(own + 4 * S_SEED_HIGH), place, purpose)
