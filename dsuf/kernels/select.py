@@ -32,73 +32,48 @@ from __future__ import annotations
 from typing import Any
 
 from dsuf.kernels.catalogue import Entry, Width
-from dsuf.kernels.lang import Kernel, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
+from dsuf.kernels.lang import Kernel, inline, int32, int64, kernel, s32, s64, uint32, unroll
 from dsuf.kernels.latents import MOST_ROWS
-from dsuf.kernels.ptx.convert import as_float, count_leading_zeros
-from dsuf.kernels.ptx.memory import (
-    atom_add_shared,
-    ldg_u32,
-    ldg_u32x4,
-    lds_u32,
-    lds_u32x4,
-    shared_base,
-    stg_u32,
-    sts_u32,
-    sts_u32x4,
-)
+from dsuf.kernels.ptx.memory import ldg_u32, lds_u32, lds_u32x4, shared_base, stg_u32, sts_u32
 from dsuf.kernels.ptx.sync import (
     block_index,
     let_next_kernel_start,
-    shuffle_up_u32,
     sync_threads,
     thread_index,
     wait_for_previous_kernel,
-    warp_max_u32,
-    warp_min_u32,
 )
-from dsuf.kernels.route import ordered
+from dsuf.kernels.radix import (
+    AT_LIST,
+    MOST_WANTED,
+    SHARED,
+    THREADS,
+    clear_bins,
+    kth_largest,
+    load_keys,
+    place_in_list,
+    span_of_block,
+    sum_before,
+)
 from dsuf.ops.index import largest
 
 RUN_SHIFT, RUN = 5, 32  # entries under one value of best32
-MOST_RUNS, MOST_WANTED = 32768, 2048  # values of a stage; k and blocks_kept
 DIRECT = 6144  # values that are looked at without a stage before
-WARPS, QUADS = 8, 4  # QUADS: loads of a thread in flight
-THREADS = 32 * WARPS
-BINS, DIGIT = 2048, 11
-BINS_OF_THREAD = BINS // THREADS
-FIRST, FORCED = 0x7FFFFFFF, 0xFFFFFFFF  # bits that are no number, and their key: above all others
-AT_LIST = 4 * MOST_RUNS
-AT_BINS = AT_LIST + 8 * MOST_WANTED
-AT_SPANS = AT_BINS + 4 * BINS
-AT_WARPS = AT_SPANS + 8 * WARPS
-AT_FOUND = AT_WARPS + 4 * WARPS
-SHARED = AT_FOUND + 16
 
 
 @inline
-def sum_before(value: Any, sm: Any, lane: Any, warp: Any) -> Any:
-    """Sum of a value over the threads before this one; one barrier, and one before the next call."""
-    upto = value
-    for j in unroll(5):
-        other = shuffle_up_u32(upto, uint32(1 << j))
-        upto = uint32(upto + (other if lane >= 1 << j else 0))
-    if lane == 31:
-        sts_u32(uint32(sm + AT_WARPS + 4 * warp), upto)
-    sync_threads()
-    before = uint32(upto - value)
-    for j in unroll(0, WARPS, 4):
-        four = lds_u32x4(uint32(sm + AT_WARPS + 4 * j))
-        for i in unroll(4):
-            before = uint32(before + (four[i] if i + j < warp else 0))
-    return before
-
-
-@inline
-def clear_bins(sm: Any, tid: Any) -> None:
-    """Zero the histogram."""
-    for i in unroll(0, BINS_OF_THREAD, 4):
-        zeros = (uint32(0), uint32(0), uint32(0), uint32(0))
-        sts_u32x4(uint32(sm + AT_BINS + (tid + i // 4 * THREADS) * 16), zeros)
+def taken_before(from_here: Any, to_here: Any, bound: Any, span_shift: Any, sm: Any, lane: Any, warp: Any) -> Any:
+    """How many keys above the last bin, and how many in it, the threads before this one hold."""
+    above = int32(0)
+    here = int32(0)
+    for i in range(from_here, to_here, 4):
+        four = lds_u32x4(uint32(sm + 4 * i))
+        for e in unroll(4):
+            at_least = four[e] >= bound
+            in_bin = at_least and (uint32(four[e] - bound) >> span_shift) == 0
+            here = int32(here + (1 if in_bin else 0))
+            above = int32(above + (1 if at_least and not in_bin else 0))
+    both = sum_before(uint32(above << 16 | here), sm, lane, warp)
+    return int32(both >> 16), int32(both & 0xFFFF)
 
 
 def make() -> Kernel:
@@ -160,112 +135,20 @@ def make() -> Kernel:
             equal = int32(0)
             if m > wanted:
                 clear_bins(sm, tid)
-                least = uint32(FORCED)
-                most = uint32(0)
-                for start in range(4 * tid, m, 4 * QUADS * THREADS):
-                    # quads of neighbours; runs' values need not start at a multiple of 16 bytes
-                    keys = regs(4 * QUADS)
-                    for j in unroll(QUADS):
-                        i = int32(min(start + 4 * j * THREADS, (m - 1) // 4 * 4))
-                        at = i
-                        if listed:
-                            at = int32((int32(lds_u32(uint32(before + 4 * (i >> fan)))) << fan) + (i & (1 << fan) - 1))
-                        if level > 0:
-                            keys[4 * j : 4 * j + 4] = ldg_u32x4(values + int64(at) * 4)
-                        else:
-                            for e in unroll(4):
-                                keys[4 * j + e] = ldg_u32(values + int64(min(at + e, total - 1)) * 4)
-                        for e in unroll(4):
-                            keys[4 * j + e] = uint32(FIRST if at + e == forced else keys[4 * j + e])
-                    for j in unroll(QUADS):
-                        i = int32(start + 4 * j * THREADS)
-                        if i < m:
-                            for e in unroll(4):
-                                key = ordered(as_float(keys[4 * j + e]))
-                                key = uint32(key if i + e < m else 0)
-                                keys[4 * j + e] = key
-                                real = i + e < m and key != FORCED
-                                least = uint32(min(least, key) if real else least)
-                                most = uint32(max(most, key) if real else most)
-                            sts_u32x4(uint32(sm + 4 * i), keys[4 * j : 4 * j + 4])
-                least = warp_min_u32(least)
-                most = warp_max_u32(most)
-                if lane == 0:
-                    sts_u32(uint32(sm + AT_SPANS + 4 * warp), least)
-                    sts_u32(uint32(sm + AT_SPANS + 4 * (WARPS + warp)), most)
-                sync_threads()
-                for j in unroll(0, WARPS, 4):
-                    four = lds_u32x4(uint32(sm + AT_SPANS + 4 * j))
-                    top = lds_u32x4(uint32(sm + AT_SPANS + 4 * (WARPS + j)))
-                    for i in unroll(4):
-                        least = uint32(min(least, four[i]))
-                        most = uint32(max(most, top[i]))
-                bound = uint32(max(bound, least))
-                span_shift = int32(max(32 - DIGIT - int32(count_leading_zeros(uint32(most - bound))), 0))
-                equal = int32(wanted - 1 if forced >= 0 else wanted)
-                above_shift = int32(0)  # of the pass before: this pass is about the keys of one of its bins
-                going = int32(1 if equal > 0 else 0)
-                bound = uint32(bound if going > 0 else FORCED - 1)  # nothing but the forced one is wanted
-                span_shift = int32(span_shift if going > 0 else 0)
-                for step in unroll(3):
-                    if going > 0:
-                        for i in range(4 * tid, m, 4 * THREADS):
-                            four = lds_u32x4(uint32(sm + 4 * i))
-                            for e in unroll(4):
-                                away = uint32(four[e] - bound)
-                                inside = four[e] >= bound and four[e] != FORCED
-                                if step > 0:
-                                    inside = inside and away >> above_shift == 0
-                                if inside:
-                                    atom_add_shared(uint32(sm + AT_BINS + (away >> span_shift) * 4), uint32(1))
-                        sync_threads()
-                        # a thread's bins from the top down
-                        first_bin = int32(BINS - BINS_OF_THREAD * (tid + 1))
-                        bins = regs(BINS_OF_THREAD)
-                        for j in unroll(0, BINS_OF_THREAD, 4):
-                            bins[j : j + 4] = lds_u32x4(uint32(sm + AT_BINS + 4 * (first_bin + j)))
-                        mine = uint32(0)
-                        for j in unroll(BINS_OF_THREAD):
-                            mine = uint32(mine + bins[j])
-                        above = int32(sum_before(mine, sm, lane, warp))
-                        if above < equal and above + int32(mine) >= equal:
-                            for j in unroll(BINS_OF_THREAD - 1, -1, -1):
-                                here = int32(bins[j])
-                                if above < equal and above + here >= equal:
-                                    sts_u32(uint32(sm + AT_FOUND), uint32(first_bin + j))
-                                    sts_u32(uint32(sm + AT_FOUND + 4), uint32(equal - above))
-                                    sts_u32(uint32(sm + AT_FOUND + 8), uint32(here))
-                                above = int32(above + here)
-                        clear_bins(sm, tid)
-                        sync_threads()
-                        bound = uint32(bound + (lds_u32(uint32(sm + AT_FOUND)) << span_shift))
-                        equal = int32(lds_u32(uint32(sm + AT_FOUND + 4)))
-                        going = int32(1 if int32(lds_u32(uint32(sm + AT_FOUND + 8))) > equal and span_shift > 0 else 0)
-                        above_shift = span_shift
-                        span_shift = int32(max(span_shift - DIGIT, 0) if going > 0 else span_shift)
-                        sync_threads()
+                least, most = load_keys(values, m, total, level, listed, before, fan, forced, sm, tid)
+                least, most = span_of_block(least, most, sm, lane, warp)
+                bound, equal, span_shift = kth_largest(m, wanted, forced, bound, least, most, sm, tid, lane, warp)
             # a thread writes the indices of a run of neighbours, behind those of the threads before it
             own = int32((m + 4 * THREADS - 1) // (4 * THREADS) * 4)
             above = int32(0)
             here = int32(0)
             if m > wanted:
-                for i in range(own * tid, min(own * tid + own, m), 4):
-                    four = lds_u32x4(uint32(sm + 4 * i))
-                    for e in unroll(4):
-                        at_least = four[e] >= bound
-                        in_bin = at_least and (uint32(four[e] - bound) >> span_shift) == 0
-                        here = int32(here + (1 if in_bin else 0))
-                        above = int32(above + (1 if at_least and not in_bin else 0))
-                both = sum_before(uint32(above << 16 | here), sm, lane, warp)
-                above = int32(both >> 16)
-                here = int32(both & 0xFFFF)
+                above, here = taken_before(own * tid, min(own * tid + own, m), bound, span_shift, sm, lane, warp)
             for i in range(own * tid, min(own * tid + own, m), 4):
                 four = (uint32(0), uint32(0), uint32(0), uint32(0))
                 if m > wanted:
                     four = lds_u32x4(uint32(sm + 4 * i))
-                at = i
-                if listed:
-                    at = int32((int32(lds_u32(uint32(before + 4 * (i >> fan)))) << fan) + (i & (1 << fan) - 1))
+                at = place_in_list(i, before, listed, fan)
                 index = at
                 if stage == 2 and candidates != 0:
                     entry = int32(ldg_u32(candidates + (row * kept + (at >> block_shift)) * 4))
