@@ -88,6 +88,116 @@ def keep(flag: Any, key: Any, index: Any, sm: Any, lane: Any) -> None:
             sts_u32(uint32(sm + AT_INDICES + 4 * at), uint32(index))
 
 
+@inline
+def keep_largest(word: Any, index: Any, n: Any, threshold: Any, sm: Any, lane: Any) -> None:
+    """Append those of four neighbouring scores that are above the threshold."""
+    key = regs(4)
+    hits = uint32(0)
+    for j in unroll(4):
+        key[j] = ordered_bits(word[j])
+        good = index + j < n and key[j] > threshold
+        hits = uint32(hits | ((1 << j) if good else 0))
+    if ballot(hits) != 0:
+        for j in unroll(4):
+            keep(int32(hits >> j & 1), key[j], int32(index + j), sm, lane)
+
+
+@inline
+def load_kept(mine: Any, at: Any, held: Any, counts: Any, sm: Any, tid: Any, warp: Any, lane: Any) -> Any:
+    """A thread's kept keys into `mine`, their indices into `at` (0 and LAST: none); least and largest of all keys."""
+    low = uint32(LAST)
+    high = uint32(0)
+    for i in unroll(HELD):
+        place = int32(i * THREADS + tid)
+        mine[i] = uint32(0)
+        at[i] = uint32(LAST)
+        if place < held:
+            mine[i] = lds_u32(uint32(sm + 4 * place))
+            at[i] = lds_u32(uint32(sm + AT_INDICES + 4 * place))
+            low = uint32(min(low, mine[i]))
+            high = uint32(max(high, mine[i]))
+    low = warp_min_u32(low)
+    high = warp_max_u32(high)
+    if lane == 0:
+        sts_u32(uint32(counts + 4 * warp), low)
+        sts_u32(uint32(counts + 4 * (WARPS + warp)), high)
+    sync_threads()
+    low = warp_min_u32(lds_u32(uint32(counts + 4 * (lane & (WARPS - 1)))))
+    high = warp_max_u32(lds_u32(uint32(counts + 4 * (WARPS + (lane & (WARPS - 1))))))
+    sync_threads()
+    return low, high
+
+
+@inline
+def kth_key(mine: Any, least: Any, largest_key: Any, k: Any, counts: Any, warp: Any, lane: Any) -> Any:
+    """The k-th largest kept key, and which set of counts comes next."""
+    low = least
+    high = largest_key
+    turn = int32(0)
+    while low < high:  # at least k keys are >= low, fewer than k are >= high + 1
+        middle = uint32(low + ((high - low) >> 1) + 1)
+        here = int32(0)
+        for i in unroll(HELD):
+            here = int32(here + (1 if mine[i] >= middle else 0))
+        total = block_sum(here, uint32(counts + turn * (4 * WARPS)), warp, lane)
+        turn = int32(turn ^ 1)
+        low = uint32(middle if total >= k else low)
+        high = uint32(high if total >= k else middle - 1)
+    return low, turn
+
+
+@inline
+def last_index(mine: Any, at: Any, threshold: Any, k: Any, side: Any, counts: Any, warp: Any, lane: Any) -> Any:
+    """The largest index that may stay among the keys equal to the threshold: the lowest that make up k do."""
+    above = int32(0)
+    equal = int32(0)
+    for i in unroll(HELD):
+        above = int32(above + (1 if mine[i] > threshold else 0))
+        equal = int32(equal + (1 if mine[i] == threshold and at[i] != LAST else 0))
+    turn = side
+    both = block_sum(int32(above << 16 | equal), uint32(counts + turn * (4 * WARPS)), warp, lane)
+    turn = int32(turn ^ 1)
+    wanted = int32(k - (both >> 16))  # of the equal ones
+    first = uint32(0)
+    final = uint32(LAST - 1)
+    while int32(both & 0xFFFF) > wanted and first < final:
+        middle = uint32(first + ((final - first) >> 1))
+        here = int32(0)
+        for i in unroll(HELD):
+            here = int32(here + (1 if mine[i] == threshold and at[i] <= middle else 0))
+        total = block_sum(here, uint32(counts + turn * (4 * WARPS)), warp, lane)
+        turn = int32(turn ^ 1)
+        final = uint32(middle if total >= wanted else final)
+        first = uint32(first if total >= wanted else middle + 1)
+    return final
+
+
+@inline
+def keep_only(mine: Any, at: Any, threshold: Any, final: Any, sm: Any, tid: Any, lane: Any) -> None:
+    """What is kept is now the keys above the threshold and those equal to it with an index up to `final`."""
+    sync_threads()
+    if tid == 0:
+        sts_u32(uint32(sm + AT_NUMBER), uint32(0))
+    sync_threads()
+    for i in unroll(HELD):
+        stays = mine[i] > threshold or (mine[i] == threshold and at[i] <= final)
+        keep(int32(1 if stays and at[i] != LAST else 0), mine[i], at[i], sm, lane)
+    sync_threads()
+
+
+@inline
+def write_sorted(out: Any, k: Any, sm: Any, tid: Any) -> None:
+    """The k kept indices in ascending order."""
+    index = uint32(LAST)
+    if tid < k:
+        index = lds_u32(uint32(sm + AT_INDICES + 4 * tid))
+    place = int32(0)
+    for i in range(k):
+        place = int32(place + (1 if lds_u32(uint32(sm + AT_INDICES + 4 * i)) < index else 0))
+    if tid < k:
+        stg_u32(out + int64(place) * 4, index)
+
+
 def make() -> Kernel:
     """k and the ratio are arguments, so one kernel serves every width."""
 
@@ -124,91 +234,18 @@ def make() -> Kernel:
                 index = int32(r * ROUND + 4 * tid)
                 if index + ROUND < n:
                     following = ldg_u32x4(line + int64(index + ROUND) * 4)
-                key = regs(4)
-                hits = uint32(0)
-                for j in unroll(4):
-                    key[j] = ordered_bits(word[j])
-                    good = index + j < n and key[j] > threshold
-                    hits = uint32(hits | ((1 << j) if good else 0))
-                if ballot(hits) != 0:
-                    for j in unroll(4):
-                        keep(int32(hits >> j & 1), key[j], int32(index + j), sm, lane)
+                keep_largest(word, index, n, threshold, sm, lane)
                 sync_threads()
                 held = int32(lds_u32(uint32(sm + AT_NUMBER)))
                 sync_threads()  # all threads take the same branch: nobody adds before everybody has read
                 if held > ROOM - ROUND or r == rounds - 1:
-                    # the k best of the kept ones: first their smallest key
                     mine = regs(HELD)
                     at = regs(HELD)
-                    low = uint32(LAST)
-                    high = uint32(0)
-                    for i in unroll(HELD):
-                        place = int32(i * THREADS + tid)
-                        mine[i] = uint32(0)
-                        at[i] = uint32(LAST)
-                        if place < held:
-                            mine[i] = lds_u32(uint32(sm + 4 * place))
-                            at[i] = lds_u32(uint32(sm + AT_INDICES + 4 * place))
-                            low = uint32(min(low, mine[i]))
-                            high = uint32(max(high, mine[i]))
-                    low = warp_min_u32(low)
-                    high = warp_max_u32(high)
-                    if lane == 0:
-                        sts_u32(uint32(counts + 4 * warp), low)
-                        sts_u32(uint32(counts + 4 * (WARPS + warp)), high)
-                    sync_threads()
-                    low = warp_min_u32(lds_u32(uint32(counts + 4 * (lane & (WARPS - 1)))))
-                    high = warp_max_u32(lds_u32(uint32(counts + 4 * (WARPS + (lane & (WARPS - 1))))))
-                    sync_threads()
-                    # invariant: at least k keys are >= low, fewer than k are >= high + 1
-                    turn = int32(0)
-                    while low < high:
-                        middle = uint32(low + ((high - low) >> 1) + 1)
-                        here = int32(0)
-                        for i in unroll(HELD):
-                            here = int32(here + (1 if mine[i] >= middle else 0))
-                        total = block_sum(here, uint32(counts + turn * (4 * WARPS)), warp, lane)
-                        turn = int32(turn ^ 1)
-                        low = uint32(middle if total >= k else low)
-                        high = uint32(high if total >= k else middle - 1)
-                    threshold = low
-                    above = int32(0)
-                    equal = int32(0)
-                    for i in unroll(HELD):
-                        above = int32(above + (1 if mine[i] > threshold else 0))
-                        equal = int32(equal + (1 if mine[i] == threshold and at[i] != LAST else 0))
-                    both = block_sum(int32(above << 16 | equal), uint32(counts + turn * (4 * WARPS)), warp, lane)
-                    turn = int32(turn ^ 1)
-                    wanted = int32(k - (both >> 16))  # of the equal ones
-                    # those with the lowest indices: the largest index that may stay, bit by bit, if not all do
-                    first = uint32(0)
-                    final = uint32(LAST - 1)
-                    while int32(both & 0xFFFF) > wanted and first < final:
-                        middle = uint32(first + ((final - first) >> 1))
-                        here = int32(0)
-                        for i in unroll(HELD):
-                            here = int32(here + (1 if mine[i] == threshold and at[i] <= middle else 0))
-                        total = block_sum(here, uint32(counts + turn * (4 * WARPS)), warp, lane)
-                        turn = int32(turn ^ 1)
-                        final = uint32(middle if total >= wanted else final)
-                        first = uint32(first if total >= wanted else middle + 1)
-                    sync_threads()
-                    if tid == 0:
-                        sts_u32(uint32(sm + AT_NUMBER), uint32(0))
-                    sync_threads()
-                    for i in unroll(HELD):
-                        stays = mine[i] > threshold or (mine[i] == threshold and at[i] <= final)
-                        keep(int32(1 if stays and at[i] != LAST else 0), mine[i], at[i], sm, lane)
-                    sync_threads()
-            # exactly k are left: sorted by index
-            index0 = uint32(LAST)
-            if tid < k:
-                index0 = lds_u32(uint32(sm + AT_INDICES + 4 * tid))
-            rank = int32(0)
-            for i in range(k):
-                rank = int32(rank + (1 if lds_u32(uint32(sm + AT_INDICES + 4 * i)) < index0 else 0))
-            if tid < k:
-                stg_u32(out + (row * k + rank) * 4, index0)
+                    least, most = load_kept(mine, at, held, counts, sm, tid, warp, lane)
+                    threshold, turn = kth_key(mine, least, most, k, counts, warp, lane)
+                    final = last_index(mine, at, threshold, k, turn, counts, warp, lane)
+                    keep_only(mine, at, threshold, final, sm, tid, lane)
+            write_sorted(out + row * k * 4, k, sm, tid)
 
     return select
 
