@@ -127,6 +127,13 @@ class Backend(Protocol):
         """
         ...
 
+    def share(self, memory: memoryview | None) -> None:
+        """Buffers of later copies lie in this memory, which others map too; None: in none that is known.
+
+        A hint: a backend may prepare the memory for fast copies, in its own time.
+        """
+        ...
+
     def copied(self) -> int:
         """Number of the latest copy that has ended, as have all before it: their buffers are free or full."""
         ...

@@ -164,6 +164,9 @@ class CpuBackend:
         self._copies += 1
         return self._copies
 
+    def share(self, memory: memoryview | None) -> None:
+        pass
+
     def copied(self) -> int:
         return self._copies
 

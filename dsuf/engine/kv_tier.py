@@ -18,6 +18,7 @@ import xxhash
 
 from dsuf.engine.backend import Limits
 from dsuf.engine.messages import Request
+from dsuf.engine.shared import NumberedPages, SharedPages
 from dsuf.engine.tier import PENDING, Buffer, Hit, Pending, Reserved
 from dsuf.kv import messages as m
 from dsuf.kv.arena import runs
@@ -67,6 +68,10 @@ class KvTier:
         self._visits: dict[str, _Visit] = {}
         self._rows, self._seconds, self._told_s = 0, 0.0, 0.0
 
+    @property
+    def memory(self) -> memoryview | None:
+        return self._client.view
+
     def want(self, key: str, request: Request) -> None:
         visit = self._visits[key] = _Visit(request, time.monotonic())
         if request.lease == m.NONE or not self._fits():
@@ -109,8 +114,8 @@ class KvTier:
         if not answer.slots:  # it is saved already
             visit.refused.add(position)
             return None
-        new, slots = np.frombuffer(answer.new, "<u4").tolist(), np.frombuffer(answer.slots, "<u4")
-        pages = dict(zip(new, self._buffers([(slot, 1) for slot in slots[: len(new)].tolist()]), strict=True))
+        new, slots = np.frombuffer(answer.new, "<u4").astype(np.int64), np.frombuffer(answer.slots, "<u4")
+        pages = NumberedPages(new, self._pages(slots[: len(new)]))
         return KvReserved(pages, self._buffers(runs(slots[len(new) :])), answer.entry)
 
     def ready(self, reserved: Reserved) -> None:
@@ -147,8 +152,11 @@ class KvTier:
             return None
         visit.base, visit.base_tokens = claimed.entry, claimed.tokens
         slots = np.frombuffer(claimed.slots, "<u4")
-        pages = self._buffers([(slot, 1) for slot in slots[: claimed.pages].tolist()])
+        pages = self._pages(slots[: claimed.pages])
         return Hit(claimed.tokens, claimed.source, pages, self._buffers(runs(slots[claimed.pages :])))
+
+    def _pages(self, slots: np.ndarray) -> SharedPages:
+        return SharedPages(self._client.view, self._client.geometry.slot_bytes, slots)
 
     def _buffers(self, extents: list[tuple[int, int]]) -> list[Buffer]:
         """Memory of each (first slot, slots)."""

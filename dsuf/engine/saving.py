@@ -25,6 +25,8 @@ class Saver:
         self._every = resume_every
         self._saved: dict[str, int] = {}  # latest position that a sequence was or could not be saved at, or its hit's
         self._after: deque[tuple[int, Callable[[], None]]] = deque()  # to be called when a copy has ended
+        self._memory: memoryview | None = None
+        self._share()
 
     @property
     def copying(self) -> bool:
@@ -59,7 +61,8 @@ class Saver:
 
     def prefilled(self, sequence: Sequence, rows: int, seconds: float, *, done: bool) -> None:
         """`rows` more rows of the prompt are there: save its last resume point if it is done, else a periodic one."""
-        self.tier.measured(rows, seconds)
+        if rows:
+            self.tier.measured(rows, seconds)
         if done:
             self._save(sequence, sequence.prompt_len - 1, periodic=False)
         else:
@@ -88,9 +91,16 @@ class Saver:
 
     def settle(self) -> None:
         """Say what is due for copies that have ended."""
+        self._share()
         done = self._backend.copied() if self._after else 0
         while self._after and self._after[0][0] <= done:
             self._after.popleft()[1]()
+
+    def _share(self) -> None:
+        """Let the backend know where the tier's bytes lie, at the start and after another agent came."""
+        if self.tier.memory is not self._memory:
+            self._memory = self.tier.memory
+            self._backend.share(self._memory)
 
     def _save(self, sequence: Sequence, most: int, *, periodic: bool, known: int | None = None) -> None:
         """Save the last resume point up to `most`, with the ids up to the reply's first `known` tokens (None: all)."""

@@ -117,7 +117,7 @@ class Scheduler:
 
     def spent(self, sequence: Sequence, rows: int, seconds: float, *, short: bool) -> None:
         """A prompt got this much: `rows` are done, and it was short or not before."""
-        if seconds > 0:
+        if rows and seconds > 0:
             self._rate = max(self._rate * _RATE_DECAY, rows / seconds)
         prompts = [*self._prefilling.values(), *self._waiting.values()]
         if not short:

@@ -139,6 +139,9 @@ class SimulatedBackend:
         sequence.prefilled = min(position, sequence.prompt_len)
         return self._copy(position)
 
+    def share(self, memory: memoryview | None) -> None:
+        pass
+
     def copied(self) -> int:
         return self._copies
 

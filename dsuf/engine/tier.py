@@ -47,6 +47,11 @@ class Reserved:
 class Tier(Protocol):
     """Finds, takes and gives caches at resume points."""
 
+    @property
+    def memory(self) -> memoryview | None:
+        """Where all bytes of hits and entries lie: another object once it was replaced, None while there is none."""
+        ...
+
     def want(self, key: str, request: Request) -> None:
         """A request came: take over its lease, look it up, begin a transfer."""
         ...

@@ -231,3 +231,14 @@ def test_a_conversation_over_a_model_goes_on_as_if_it_had_stayed(tmp_path, prefi
             assert text(events) == expected and trace.steps == other.steps
         prompt = [*prompt, *text(events), *range(3, 11)]
     tier.check_idle()
+
+
+def test_the_backend_hears_where_the_bytes_lie_at_the_start_and_when_that_changes(monkeypatch):
+    told = []
+    monkeypatch.setattr("dsuf.engine.cpu.CpuBackend.share", lambda self, memory: told.append(memory))
+    engine, tier = tier_engine()
+    assert told == []
+    for memory in (memoryview(b"one"), memoryview(b"two"), None):
+        tier.memory = memory
+        run(engine, Request("a", prompt_of(5), 3, GREEDY))
+    assert [None if memory is None else bytes(memory) for memory in told] == [b"one", b"two", None]

@@ -28,6 +28,7 @@ class MemoryTier:
         self.live: dict[str, int] = {}  # asked so often
         self.writing: list[Entry] = []
         self.leased: set[str] = set()
+        self.memory = None
         self.written_pages = self.computed_rows = self.waits = 0
 
     def want(self, key, request):

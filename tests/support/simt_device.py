@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -58,16 +59,18 @@ class SimtEvent:
 class SimtGraph:
     """Calls in the order in which they were captured."""
 
-    def __init__(self) -> None:
+    def __init__(self, working: threading.RLock) -> None:
         self.calls: list[Callable[[], None]] = []
+        self._working = working
 
     @property
     def launches(self) -> int:
         return len(self.calls)
 
     def launch(self) -> None:
-        for call in self.calls:
-            call()
+        with self._working:
+            for call in self.calls:
+                call()
 
 
 class SimtDevice:
@@ -82,6 +85,7 @@ class SimtDevice:
         self.seconds: Counter[str] = Counter()
         self._held: Counter[str] = Counter()
         self._graph: SimtGraph | None = None
+        self._working = threading.RLock()  # against a thread that registers memory meanwhile
 
     def make_current(self) -> None:
         pass
@@ -109,12 +113,14 @@ class SimtDevice:
         return array
 
     def register(self, address: int, nbytes: int) -> None:
-        self.global_memory.add(np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8))
+        with self._working:
+            self.global_memory.add(np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8))
 
     def unregister(self, address: int) -> None:
-        memory = self.global_memory
-        memory.buffers = [b for b in memory.buffers if b.first != address]
-        memory.starts = np.array([b.first for b in memory.buffers], np.int64)
+        with self._working:
+            memory = self.global_memory
+            memory.buffers = [b for b in memory.buffers if b.first != address]
+            memory.starts = np.array([b.first for b in memory.buffers], np.int64)
 
     def upload(self, address: int, array: np.ndarray) -> None:
         raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -129,6 +135,10 @@ class SimtDevice:
 
     def copy_async(self, target: int, source: int, nbytes: int) -> None:
         self._do(lambda: self._copy(target, source, nbytes))
+
+    def copy_many(self, targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray) -> None:
+        for target, source, nbytes in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+            self.copy_async(target, source, nbytes)
 
     # ---- work
 
@@ -160,14 +170,14 @@ class SimtDevice:
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[SimtGraph]:
-        self._graph = graph = SimtGraph()
+        self._graph = graph = SimtGraph(self._working)
         try:
             yield graph
         finally:
             self._graph = None
 
     @contextlib.contextmanager
-    def beside(self) -> Iterator[None]:
+    def beside(self, side: int) -> Iterator[None]:
         yield
 
     def record(self, *, timing: bool = False) -> SimtEvent:
@@ -200,7 +210,8 @@ class SimtDevice:
         if self._graph is not None:
             self._graph.calls.append(call)
         else:
-            call()
+            with self._working:
+                call()
 
     def _run(self, name: str, kernel: Kernel, values: list[float], grid: tuple[int, int] | None) -> None:
         begun = time.perf_counter()

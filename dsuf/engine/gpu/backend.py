@@ -102,6 +102,8 @@ class GpuBackend:
 
     def prefill(self, sequence: Sequence, rows: int, budget_s: float) -> bool:
         held = self._held.get(sequence.id) or self._open(sequence)
+        if not self._copies.land(held.slot, wait=not any(other.decodes for other in self._held.values())):
+            return False  # its bytes are on their way; streams go on meanwhile
         now = self._clock()
         deadline = now + budget_s
         while rows > 0:
@@ -313,6 +315,7 @@ class GpuBackend:
         held.oldest = position
         sequence.prefilled = min(position, sequence.prompt_len)
         if sequence.emitted:
+            self._copies.land(held.slot)
             self._prefilling.again(held, position)
             sequence.prefilled = sequence.prompt_len
             self._admit(held)
@@ -321,11 +324,15 @@ class GpuBackend:
     def copied(self) -> int:
         return self._copies.progress()
 
+    def share(self, memory: memoryview | None) -> None:
+        self._copies.share(memory)
+
     def release(self, sequence: Sequence) -> None:
         held = self._held.pop(sequence.id, None)
         if held is not None:
             if held.decodes:
                 self._graph.set(held.slot, active=False)
+            self._copies.forget(held.slot)
             self._pages.release(held.slot)
         self._emitted = [item for item in self._emitted if item.sequence is not sequence]
 

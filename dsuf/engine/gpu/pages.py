@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from dsuf.engine.gpu.device import Device, Event
 
 RING_EXTRA = 64
+MANY = 8  # pages that are taken at once for a prompt or a restore, not for the next tokens
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,34 @@ class Sizes:
     def slot(self) -> int:
         """Bytes of one slot beside its pages and its row of the page table."""
         return self.window_pitch + self.pairs + self.history
+
+
+class _Free:
+    """Free pages, ascending: many are taken from the front, where they lie side by side and are copied as one, a few
+    from the back.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._pages, self._sorted = list(range(count)), True
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def take(self, count: int) -> list[int]:
+        if not self._sorted:
+            self._pages.sort()
+            self._sorted = True
+        if count < MANY:
+            taken = self._pages[-count:]
+            del self._pages[-count:]
+        else:
+            taken = self._pages[:count]
+            del self._pages[:count]
+        return taken
+
+    def give(self, pages: list[int]) -> None:
+        self._pages += pages
+        self._sorted = False
 
 
 @dataclass
@@ -108,7 +137,7 @@ class Pages:
         }
         self._mirror = device.pinned(4 * self.slots * self.most_pages).view(np.uint32)
         self._mirror = self._mirror.reshape(self.slots, self.most_pages)
-        self._free_slots, self._free = deque(range(self.slots)), deque(range(self.count))
+        self._free_slots, self._free = deque(range(self.slots)), _Free(self.count)
 
     # ---- addresses
 
@@ -158,7 +187,7 @@ class Pages:
                 f"{wanted - before} pages are needed and {len(self._free)} of {self.count} are free; the engine asked "
                 "for more than limits.cache_pages."
             )
-        held += [self._free.popleft() for _ in range(wanted - before)]
+        held += self._free.take(wanted - before)
         row = self._mirror[slot, before:wanted]
         row[:] = held[before:]
         at = 4 * (slot * self.most_pages + before)
@@ -172,6 +201,10 @@ class Pages:
     def pages_of(self, slot: int) -> list[int]:
         """Numbers of the slot's pages in the pool."""
         return list(self._held[slot])
+
+    def addresses(self, slot: int) -> np.ndarray:
+        """int64 [n]: where the slot's pages lie."""
+        return self.pool + self._mirror[slot, : len(self._held[slot])].astype(np.int64) * self.page_bytes
 
     @property
     def free(self) -> int:
@@ -198,7 +231,7 @@ class Pages:
                 return
             self._leaving.popleft()
             self._free_slots.append(first.slot)
-            self._free.extend(first.pages)
+            self._free.give(first.pages)
             wait = False
 
     def finish_copies(self, number: int) -> None:

@@ -196,6 +196,12 @@ class PlayedCopies:
     def restore(self, slot: int, position: int, pages: Any, state: Any) -> tuple[int, int]:
         return 1, 0
 
+    def land(self, slot: int, *, wait: bool = True) -> bool:
+        return True
+
+    def forget(self, slot: int) -> None:
+        pass
+
 
 def played_engine(*, delay: int = 3, slots: int = 16, **options: Any) -> Engine:
     """An engine whose backend believes that there is a GPU."""

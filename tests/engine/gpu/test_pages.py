@@ -131,6 +131,7 @@ class TestCopies:
         slot = pages.open()
         pages.reserve(slot, 300)
         copies.restore(slot, 300, kept, [state])
+        copies.land(slot)
         layout, row = SnapshotLayout.of(TINY), pages.row_bytes
         rows = np.frombuffer(state, np.uint8)[: layout.windows_bytes].reshape(layout.window_layers, -1, 66)
         for layer, position in ((0, 292), (3, 299), (14, 295)):

@@ -1,0 +1,110 @@
+"""Copies between the device and registered host memory: lists of (target, source, bytes), queued a batch at a time.
+
+    runs = Runs.of([(targets, sources, nbytes), ...]).split(side, base, CUT)
+    transfer = Transfer(number, device, OUT, runs, ...)
+    while not transfer.advance(): ...
+
+Neighbours on both sides become one run, and runs are cut at multiples of CUT from the memory's first byte: memory is
+registered in pieces of a multiple of that, a copy may not span two, and what another stream copies meanwhile waits for
+no more than one run.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from dsuf.engine.gpu.device import Device, Event
+
+CUT = 2 << 20  # 40 us of the link
+BATCH = 256  # runs that are queued at once
+BATCHES = 3  # that may be under way: with more, the driver lets the host wait
+
+
+@dataclass(frozen=True)
+class Runs:
+    """int64 [n] each: addresses and bytes."""
+
+    targets: np.ndarray
+    sources: np.ndarray
+    sizes: np.ndarray
+
+    @classmethod
+    def of(cls, parts: Iterable[tuple[np.ndarray, np.ndarray, int | np.ndarray]]) -> Runs:
+        """Of (targets, sources, bytes of each) one after the other, neighbours joined."""
+        columns = [np.broadcast_arrays(*part) for part in parts]
+        targets, sources, sizes = (np.concatenate(column).astype(np.int64) for column in zip(*columns, strict=True))
+        follows = (targets[1:] == targets[:-1] + sizes[:-1]) & (sources[1:] == sources[:-1] + sizes[:-1])
+        starts = np.flatnonzero(np.concatenate([[True], ~follows]))
+        return cls(targets[starts], sources[starts], np.add.reduceat(sizes, starts))
+
+    def split(self, side: str, base: int, cut: int) -> Runs:
+        """Cut where the "targets" or "sources", which lie in memory from `base` on, pass a multiple of `cut`."""
+        at = getattr(self, side) - base
+        first = at // cut
+        counts = (at + self.sizes - 1) // cut - first + 1
+        run = np.repeat(np.arange(len(counts)), counts)
+        nth = np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts, counts)
+        border = (first[run] + nth) * cut
+        begin = np.maximum(at[run], border)
+        end = np.minimum((at + self.sizes)[run], border + cut)
+        inside = begin - at[run]
+        return Runs(self.targets[run] + inside, self.sources[run] + inside, end - begin)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+
+class Transfer:
+    """One copy of many runs on a side stream, in their order of batches. `finish` is called once all have arrived.
+
+    The first batch is queued at once; `advance` queues the others as earlier ones end.
+    """
+
+    def __init__(
+        self, number: int, device: Device, side: int, runs: Runs, kept: object, finish: Callable[[], None] | None = None
+    ) -> None:
+        """`kept`: what must stay mapped until then."""
+        self.number = number
+        self._device, self._side, self._runs, self._kept, self._finish = device, side, runs, kept, finish
+        self._sent = 0
+        self._under_way: deque[Event] = deque()
+        self.first = self._send()
+
+    def advance(self) -> bool:
+        """Whether everything has arrived."""
+        while self._under_way and self._under_way[0].done():
+            self._under_way.popleft()
+        while self._sent < len(self._runs) and len(self._under_way) < BATCHES:
+            self._send()
+        if self._under_way:
+            return False
+        if self._finish is not None:
+            self._finish()
+        self._finish = self._kept = None
+        return True
+
+    def wait(self) -> None:
+        """Until something more has arrived."""
+        if self._under_way:
+            self._under_way[0].wait()
+
+    def send_all(self) -> Event:
+        """Queue what is left, if the driver must let the host wait for it; the event after everything."""
+        while self._sent < len(self._runs):
+            self._send()
+        return self.last
+
+    def _send(self) -> Event:
+        part = slice(self._sent, self._sent + BATCH)
+        self._sent += BATCH
+        with self._device.beside(self._side):
+            self._device.copy_many(self._runs.targets[part], self._runs.sources[part], self._runs.sizes[part])
+            self.last = self._device.record()
+        self._under_way.append(self.last)
+        return self.last
