@@ -1,7 +1,6 @@
-"""Indexer of a decode step: quantised queries, and scores of all visible entries with the best of blocks and runs.
+"""Indexer of a decode step: scores of all visible entries with the best of blocks and runs; queries by index_query.py.
 
-    query   qI = q4p(rope(y)), y bf16 [rows, heads, di] from the indexer's wq_b       -> bf16 values, exact
-    scores  score_j = sum_h relu(qI_h . K_j) w_h,  w = y_w (di heads)^-1/2            -> float32 [rows, capacity]
+    score_j = sum_h relu(qI_h . K_j) w_h,  w = y_w (di heads)^-1/2            -> float32 [rows, capacity]
 
 Entries j < (position + 1) >> shift of the row's sequence; keys are e2m1 with ue8m0 per 32 in pages (layout.py).
 candidates int32 [rows, kept] (ascending blocks of 1 << block_shift entries; address 0: all entries): only theirs, of
@@ -28,33 +27,25 @@ from __future__ import annotations
 from typing import Any
 
 from dsuf.kernels.catalogue import Entry, Width
+from dsuf.kernels.index_query import make_query
 from dsuf.kernels.lang import Kernel, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
 from dsuf.kernels.latents import MOST_ROWS
 from dsuf.kernels.ptx.convert import (
     as_float,
-    bf16_high,
-    bf16_low,
     count_leading_zeros,
-    e2m1_code,
-    fabs,
     fma,
     fmax,
-    fp4x8_bf16,
     fp4x8_bf16_scaled,
-    mul_bf16x2,
-    round_bf16,
 )
 from dsuf.kernels.ptx.copy import async_commit, async_load16, async_wait
 from dsuf.kernels.ptx.memory import (
     ldg_u8,
     ldg_u32,
-    ldg_u32x2,
     ldg_u32x4,
     lds_u32x2,
     lds_u32x4,
     shared_base,
     stg_f32,
-    stg_u32x2,
 )
 from dsuf.kernels.ptx.mma import mma_bf16
 from dsuf.kernels.ptx.op import BLACKWELL
@@ -72,58 +63,17 @@ from dsuf.kernels.ptx.sync import (
     wait_for_previous_kernel,
     warp_sum_u32,
 )
-from dsuf.kernels.quantise import inverse_scale, max_over, q4p_exponent, sum_over
-from dsuf.kernels.rope import phase, rotated
+from dsuf.kernels.quantise import max_over, sum_over
 from dsuf.layout import PAGE_TOKENS
 from dsuf.ops.index import index_scores
 from dsuf.ops.qdq import q4p
 
 RUN = 32  # keys of a warp, entries under one value of best32
 LOWEST, NOWHERE = -3.0e38, 0x7FFFFFFF
-QUERY_WARPS = 8
-QUAD, GROUP_LANES = (1, 2), (1, 2, 4)
+QUAD = (1, 2)
 MOST_GROUP = 6  # rows that share keys
 PAGE_SHIFT = PAGE_TOKENS.bit_length() - 1
 KEY_BIAS = 62  # keys stand in registers times 2^-64: 62 = 126 - 64
-
-
-def make_query(*, heads: int, di: int, rope: int) -> Kernel:
-    """A warp (or its first di / 4 lanes) a head: four neighbouring columns a lane."""
-    HALF, TAIL, SETS = rope // 2, di - rope, -(-heads // QUERY_WARPS)
-
-    @kernel(threads=QUERY_WARPS * 32, grid=(MOST_ROWS * SETS,), name=f"index_query_{heads}x{di}")
-    def query(y: s64, sequence: s64, position: s64, table: s64, out: s64) -> None:
-        lane = int32(thread_index() & 31)
-        row = int64(block_index() // SETS)
-        head = int32(block_index() % SETS * QUERY_WARPS + (thread_index() >> 5))
-        wait_for_previous_kernel()
-        let_next_kernel_start()
-        at = ((row * heads + head) * di + 4 * lane) * 2
-        inside = head < heads and 4 * lane < di and int32(ldg_u32(sequence + row * 4)) >= 0
-        v = regs(4, 0.0)
-        if inside:
-            word = ldg_u32x2(y + at)
-            for i in unroll(2):
-                v[2 * i] = bf16_low(word[i])
-                v[2 * i + 1] = bf16_high(word[i])
-            if 4 * lane >= TAIL:
-                place = int32(ldg_u32(position + row * 4))
-                for i in unroll(2):
-                    c, s = phase(table, place, int32(2 * lane - TAIL // 2 + i), HALF)
-                    a, b = rotated(v[2 * i], v[2 * i + 1], c, s)
-                    v[2 * i] = round_bf16(a)
-                    v[2 * i + 1] = round_bf16(b)
-        amax = max_over(fmax(fmax(fabs(v[0]), fabs(v[1])), fmax(fabs(v[2]), fabs(v[3]))), GROUP_LANES)
-        e = q4p_exponent(amax)
-        f = inverse_scale(e)
-        codes = uint32(e2m1_code(v[0] * f) | e2m1_code(v[1] * f) << 4)
-        codes = uint32(codes | e2m1_code(v[2] * f) << 8 | e2m1_code(v[3] * f) << 12)
-        four = fp4x8_bf16(codes)
-        both = uint32(e << 7 | e << 23)
-        if inside:
-            stg_u32x2(out + at, (mul_bf16x2(four[0], both), mul_bf16x2(four[1], both)))
-
-    return query
 
 
 @inline
@@ -169,10 +119,129 @@ def of_quad(value: Any, t: Any) -> Any:
     return low if t < 2 else high
 
 
+@inline
+def deal_out(opens: Any, owner: Any, most: Any, warps: Any, lane: Any) -> Any:
+    """Runs of the group that a lane's row opens, and the pieces of them (from, to) that are this block's.
+
+    The pieces of all groups stand in a row, and every block takes an equal stretch of it.
+    """
+    runs_of = int32((most + RUN - 1) // RUN if opens and owner >= 0 else 0)
+    pieces = int32((runs_of + warps - 1) // warps)
+    upto = uint32(pieces)
+    for j in unroll(5):
+        other = shuffle_up_u32(upto, uint32(1 << j))
+        upto = uint32(upto + (other if lane >= 1 << j else 0))
+    total = int64(shuffle_u32(upto, uint32(31)))
+    before = int32(int32(upto) - pieces)
+    from_piece = int32(max(int32(total * block_index() // block_count()) - before, 0))
+    to_piece = int32(min(int32(total * (block_index() + 1) // block_count()) - before, pieces))
+    return runs_of, from_piece, to_piece
+
+
+@inline
+def group_rows(owner: Any, most: Any, single: Any, rows_left: Any, warps: Any, lane: Any) -> Any:
+    """Whether a lane's row opens a group of rows that share keys, and how many rows that has."""
+    work = int32(warp_sum_u32(uint32((most + RUN - 1) // RUN)))
+    share = int32((work + block_count() * warps - 1) // (block_count() * warps))
+    group = int32(max(share, 1) if share <= MOST_GROUP // 2 else MOST_GROUP)
+    group = int32(1 if single else group)
+    lanes_upto = uint32(uint32(0xFFFFFFFF) >> (31 - lane))
+    opens = lane == 0 or int32(shuffle_up_u32(uint32(owner), uint32(1))) != owner
+    opened = ballot(uint32(1 if opens else 0))
+    offset = int32(lane - 31 + int32(count_leading_zeros(uint32(opened & lanes_upto))))
+    opens = offset % group == 0
+    opened = ballot(uint32(1 if opens else 0))
+    after = uint32(opened & (lanes_upto ^ 0xFFFFFFFF))
+    count = int32(31 - int32(count_leading_zeros(uint32(after & (0 - after)))) if after != 0 else 32)
+    return opens, int32(min(count, rows_left) - lane)
+
+
+@inline
+def load_group(
+    q: Any, weights: Any, first: Any, rows: Any, sm: Any, at_weights: Any, tid: Any, threads: Any, heads: Any, di: Any
+) -> None:
+    """Queries of a group's rows, as the products want them, and weights, on their way to shared memory."""
+    for i in range(tid, rows * (heads // 4), threads):
+        async_load16(uint32(sm + at_weights + 16 * i), weights + (int64(first) * heads + 4 * i) * 4)
+    for i in range(tid, rows * (heads * di // 8), threads):
+        # 16 bytes of a row's head: columns di / 4 t + 8 pair .. of head 8 n + g
+        r = int32(i // (heads * di // 8))
+        head = int32(i % (heads * di // 8) // (di // 8))
+        piece = int32(i % (di // 8))
+        pair = int32(piece % (di // 32))
+        lane_of = int32((head & 7) * 4 + piece // (di // 32))
+        to = r * (heads * di * 2) + ((head >> 3) * (di // 32) + pair) * 512 + lane_of * 16
+        async_load16(uint32(sm + to), q + (int64(first) * (heads * di * 2) + int64(i) * 16))
+    async_commit()
+
+
+@inline
+def dequantise_keys(x: Any, code: Any, exponent: Any, words: Any) -> None:
+    """x: (key 8 i + g, pairs of its columns) as bf16, times 2^-64."""
+    for i in unroll(4):
+        both = uint32(exponent[i] + KEY_BIAS << 7 | exponent[i] + KEY_BIAS << 23)
+        for j in unroll(words):
+            four = fp4x8_bf16_scaled(code[words * i + j], both)
+            x[4 * (words * i + j) : 4 * (words * i + j) + 4] = four
+
+
+@inline
+def score_row(s: Any, x: Any, r: Any, sm: Any, at_weights: Any, t: Any, lane: Any, heads: Any, di: Any) -> None:
+    """s: scores of keys 8 i + g for row r of the group, over the heads of a lane.
+
+    Four products at a time do not wait for each other: two tiles of heads, two of keys.
+    """
+    b = regs(8)
+    for n in range(0, heads // 8, 2):
+        c = regs(4, (0.0, 0.0, 0.0, 0.0))
+        for pair in unroll(di // 32):
+            for tile2 in unroll(2):
+                at_b = r * (heads * di * 2) + ((n + tile2) * (di // 32) + pair) * 512 + lane * 16
+                b[4 * tile2 : 4 * tile2 + 4] = lds_u32x4(uint32(sm + at_b))
+            for half in unroll(2):
+                for tile2 in unroll(2):
+                    for m in unroll(2):
+                        c[2 * tile2 + m] = mma_bf16(
+                            (x[di // 4 * m + 4 * pair + 2 * half],
+                             x[di // 4 * m + di // 8 + 4 * pair + 2 * half],
+                             x[di // 4 * m + 4 * pair + 2 * half + 1],
+                             x[di // 4 * m + di // 8 + 4 * pair + 2 * half + 1]),
+                            (b[4 * tile2 + 2 * half], b[4 * tile2 + 2 * half + 1]),
+                            c[2 * tile2 + m],
+                        )  # fmt: skip
+        for tile2 in unroll(2):
+            w = lds_u32x2(uint32(sm + at_weights + (r * heads + 8 * (n + tile2) + 2 * t) * 4))
+            for i in unroll(4):
+                two = c[2 * tile2 + i // 2]
+                s[i] = fma(fmax(two[2 * (i % 2)], 0.0), as_float(w[0]), s[i])
+                s[i] = fma(fmax(two[2 * (i % 2) + 1], 0.0), as_float(w[1]), s[i])
+
+
+@inline
+def write_run(
+    v: Any, tile: Any, own_runs: Any, row: Any, out: Any, best: Any, best32: Any, capacity: Any, block_shift: Any,
+    g: Any, t: Any, lane: Any,
+) -> None:  # fmt: skip
+    """A row's scores of a run (a lane's is of key 8 t + g) and the best of the run's blocks and of all of it."""
+    four_best = max_over(v, (4, 8))
+    eight_best = fmax(four_best, shuffle_xor_f32(four_best, uint32(16)))
+    run_best = max_over(eight_best, QUAD)
+    if tile < own_runs:
+        stg_f32(out + (row * capacity + tile * RUN + 8 * t + g) * 4, v)
+        of_best = best + (row * (capacity >> block_shift)) * 4
+        if block_shift == 3 and g == 0:
+            stg_f32(of_best + (int64(tile) * 4 + t) * 4, eight_best)
+        if block_shift == 2 and g & 3 == 0:
+            stg_f32(of_best + (int64(tile) * 8 + 2 * t + (g >> 2)) * 4, four_best)
+        if lane == 0:
+            stg_f32(best32 + (row * (capacity // RUN) + tile) * 4, run_best)
+    sync_warp()
+
+
 def make_scores(*, heads: int, di: int, warps: int) -> Kernel:
     """heads a multiple of 16; di 32 or 128; as many warps as have registers for what they hold."""
     WARPS, THREADS = warps, 32 * warps
-    STEPS, WORDS, TILES = di // 16, di // 32, heads // 8
+    WORDS = di // 32
     SCALE = (di * heads) ** -0.5 * 2.0**64
     Q_ROW = heads * di * 2  # bytes
     AT_WEIGHTS = MOST_GROUP * Q_ROW
@@ -208,35 +277,14 @@ def make_scores(*, heads: int, di: int, warps: int) -> Kernel:
             sync_warp()
             seen = int32(seen if owner >= 0 else 0)
             most = int32((used << block_shift if seen > 0 else 0) if candidates != 0 else seen)
-            work = int32(warp_sum_u32(uint32((most + RUN - 1) // RUN)))
-            share = int32((work + block_count() * WARPS - 1) // (block_count() * WARPS))
-            group = int32(max(share, 1) if share <= MOST_GROUP // 2 else MOST_GROUP)
-            group = int32(1 if candidates != 0 else group)
-            lanes_upto = uint32(uint32(0xFFFFFFFF) >> (31 - lane))
-            opens = lane == 0 or int32(shuffle_up_u32(uint32(owner), uint32(1))) != owner
-            opened = ballot(uint32(1 if opens else 0))
-            offset = int32(lane - 31 + int32(count_leading_zeros(uint32(opened & lanes_upto))))
-            opens = offset % group == 0
-            opened = ballot(uint32(1 if opens else 0))
-            after = uint32(opened & (lanes_upto ^ 0xFFFFFFFF))
-            count = int32(31 - int32(count_leading_zeros(uint32(after & (0 - after)))) if after != 0 else 32)
-            count = int32(min(count, rows - base) - lane)
+            opens, count = group_rows(owner, most, candidates != 0, int32(rows - base), WARPS, lane)
             seen_most = seen
             for j in unroll(1, MOST_GROUP):
                 beside = int32(shuffle_u32(uint32(most), uint32(lane + j)))
                 beside_seen = int32(shuffle_u32(uint32(seen), uint32(lane + j)))
                 most = int32(max(most, beside) if j < count and opens else most)
                 seen_most = int32(max(seen_most, beside_seen) if j < count else seen_most)
-            runs_of = int32((most + RUN - 1) // RUN if opens and owner >= 0 else 0)
-            pieces = int32((runs_of + WARPS - 1) // WARPS)
-            upto = uint32(pieces)
-            for j in unroll(5):
-                other = shuffle_up_u32(upto, uint32(1 << j))
-                upto = uint32(upto + (other if lane >= 1 << j else 0))
-            total = int64(shuffle_u32(upto, uint32(31)))
-            before = int32(int32(upto) - pieces)
-            from_piece = int32(max(int32(total * block_index() // block_count()) - before, 0))
-            to_piece = int32(min(int32(total * (block_index() + 1) // block_count()) - before, pieces))
+            runs_of, from_piece, to_piece = deal_out(opens, owner, most, WARPS, lane)
             todo = ballot(uint32(1 if from_piece < to_piece else 0))
             while todo != 0:
                 chosen = uint32(31 - count_leading_zeros(uint32(todo & (0 - todo))))
@@ -249,18 +297,7 @@ def make_scores(*, heads: int, di: int, warps: int) -> Kernel:
                 slot = int64(shuffle_u32(uint32(owner), chosen))
                 seen_here = int32(shuffle_u32(uint32(seen_most), chosen))
                 used_here = int32(shuffle_u32(uint32(used), chosen))
-                for i in range(tid, rows_here * (heads // 4), THREADS):
-                    async_load16(uint32(sm + AT_WEIGHTS + 16 * i), weights + (int64(first) * heads + 4 * i) * 4)
-                for i in range(tid, rows_here * (Q_ROW // 16), THREADS):
-                    # 16 bytes of a row's head: columns di / 4 t + 8 pair .. of head 8 n + g
-                    r = int32(i // (Q_ROW // 16))
-                    head = int32(i % (Q_ROW // 16) // (di // 8))
-                    piece = int32(i % (di // 8))
-                    pair = int32(piece % (STEPS // 2))
-                    lane_of = int32((head & 7) * 4 + piece // (STEPS // 2))
-                    to = r * Q_ROW + ((head >> 3) * (STEPS // 2) + pair) * 512 + lane_of * 16
-                    async_load16(uint32(sm + to), q + (int64(first) * Q_ROW + int64(i) * 16))
-                async_commit()
+                load_group(q, weights, first, rows_here, sm, AT_WEIGHTS, tid, THREADS, heads, di)
                 entry = regs(4)
                 page = regs(4)
                 code = regs(4 * WORDS)
@@ -280,12 +317,8 @@ def make_scores(*, heads: int, di: int, warps: int) -> Kernel:
                 sync_threads()
                 for piece in range(start, stop):
                     tile = int32(piece * WARPS + warp)
-                    x = regs(8 * WORDS * 2)  # (key 8 i + g, pairs of its columns)
-                    for i in unroll(4):
-                        both = uint32(exponent[i] + KEY_BIAS << 7 | exponent[i] + KEY_BIAS << 23)
-                        for j in unroll(WORDS):
-                            four = fp4x8_bf16_scaled(code[WORDS * i + j], both)
-                            x[4 * (WORDS * i + j) : 4 * (WORDS * i + j) + 4] = four
+                    x = regs(8 * WORDS * 2)
+                    dequantise_keys(x, code, exponent, WORDS)
                     this = number
                     if piece + 1 < stop:
                         ask_keys(
@@ -298,51 +331,16 @@ def make_scores(*, heads: int, di: int, warps: int) -> Kernel:
                         )  # fmt: skip
                     for r in range(rows_here):
                         s = regs(4, 0.0)
-                        b = regs(8)
-                        for n in range(0, TILES, 2):
-                            # four products that do not wait for each other: two tiles of heads, two of keys
-                            c = regs(4, (0.0, 0.0, 0.0, 0.0))
-                            for pair in unroll(STEPS // 2):
-                                for tile2 in unroll(2):
-                                    at_b = r * Q_ROW + ((n + tile2) * (STEPS // 2) + pair) * 512 + lane * 16
-                                    b[4 * tile2 : 4 * tile2 + 4] = lds_u32x4(uint32(sm + at_b))
-                                for half in unroll(2):
-                                    for tile2 in unroll(2):
-                                        for m in unroll(2):
-                                            c[2 * tile2 + m] = mma_bf16(
-                                                (x[4 * STEPS * m + 4 * pair + 2 * half],
-                                                 x[4 * STEPS * m + 2 * STEPS + 4 * pair + 2 * half],
-                                                 x[4 * STEPS * m + 4 * pair + 2 * half + 1],
-                                                 x[4 * STEPS * m + 2 * STEPS + 4 * pair + 2 * half + 1]),
-                                                (b[4 * tile2 + 2 * half], b[4 * tile2 + 2 * half + 1]),
-                                                c[2 * tile2 + m],
-                                            )  # fmt: skip
-                            for tile2 in unroll(2):
-                                w = lds_u32x2(uint32(sm + AT_WEIGHTS + (r * heads + 8 * (n + tile2) + 2 * t) * 4))
-                                for i in unroll(4):
-                                    two = c[2 * tile2 + i // 2]
-                                    s[i] = fma(fmax(two[2 * (i % 2)], 0.0), as_float(w[0]), s[i])
-                                    s[i] = fma(fmax(two[2 * (i % 2) + 1], 0.0), as_float(w[1]), s[i])
+                        score_row(s, x, r, sm, AT_WEIGHTS, t, lane, heads, di)
                         for i in unroll(4):
                             s[i] = sum_over(s[i], QUAD)
                         row = int64(first + r)
                         own = int32(shuffle_u32(uint32(seen), uint32(int32(chosen) + r)))
                         v = of_quad(s, t) * SCALE
                         v = v if this < own else LOWEST
-                        four_best = max_over(v, (4, 8))
-                        eight_best = fmax(four_best, shuffle_xor_f32(four_best, uint32(16)))
-                        run_best = max_over(eight_best, QUAD)
                         own_runs = int32(runs if candidates != 0 else (own + RUN - 1) // RUN)
-                        if tile < own_runs:
-                            stg_f32(out + (row * capacity + tile * RUN + 8 * t + g) * 4, v)
-                            of_best = best + (row * (capacity >> block_shift)) * 4
-                            if block_shift == 3 and g == 0:
-                                stg_f32(of_best + (int64(tile) * 4 + t) * 4, eight_best)
-                            if block_shift == 2 and g & 3 == 0:
-                                stg_f32(of_best + (int64(tile) * 8 + 2 * t + (g >> 2)) * 4, four_best)
-                            if lane == 0:
-                                stg_f32(best32 + (row * (capacity // RUN) + tile) * 4, run_best)
-                        sync_warp()
+                        write_run(v, tile, own_runs, row, out, best, best32, capacity, block_shift, g, t,
+                                  lane)  # fmt: skip
                 sync_threads()
 
     return scores
