@@ -37,6 +37,21 @@ def check_number(
     raise ConfigError(f"{name} is {value}; expected {kind} {lower}{upper}.")
 
 
+def check_output(flag: str, path: Path | None) -> None:
+    """Raise ConfigError where no file can be made at `path`: told before the work, not after it."""
+    if path is None:
+        return
+    why = None
+    if path.is_dir():
+        why = "it is a folder. Give a file in it"
+    elif not path.parent.is_dir():
+        why = f"there is no folder {path.parent}. Make it, or give another"
+    elif not os.access(path.parent, os.W_OK | os.X_OK):
+        why = f"{path.parent} is not open to this user. Give another folder"
+    if why:
+        raise ConfigError(f"{flag} {path} cannot be written: {why}.")
+
+
 @dataclass(frozen=True)
 class SamplingFlags:
     """Sampling as the user gave it; None is left to the checkpoint's generation_config.json."""
@@ -201,6 +216,9 @@ class BenchOptions:
         check_number("--repeat", self.repeat, 1, 10_000, whole=True)
         check_number("--warmup", self.warmup, 0, 10_000, whole=True)
         check_number("--seed", self.seed, 0, MAX_SEED, whole=True)
+        check_output("--output", self.output)
+        if self.ci_json is not None and self.ci_json.exists() and not self.ci_json.is_dir():
+            raise ConfigError(f"--ci-json {self.ci_json} is a file; expected a folder, which is made if need be.")
 
 
 def parse_thresholds(below: list[str], above: list[str]) -> tuple[Threshold, ...]:

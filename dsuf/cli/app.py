@@ -6,8 +6,12 @@ so that `dsuf --help` answers at once.
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 import signal
 import sys
+from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
@@ -17,8 +21,9 @@ from dsuf import __version__
 from dsuf.cli import build, doctor, drain, repro, run, serve, synth
 from dsuf.cli.bench import compare, decode, kernels, kv, prefill
 from dsuf.cli.bench import serve as bench_serve
-from dsuf.errors import DsufError
+from dsuf.errors import DsufError, EnvironmentProblem
 
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 app = typer.Typer(
@@ -57,21 +62,46 @@ app.add_typer(bench, name="bench")
 def main() -> None:
     """Run one command and end the process with its exit code."""
     signal.signal(signal.SIGTERM, _on_terminate)
+    _mend_streams()
     sys.exit(run_command(sys.argv[1:]))
 
 
 def run_command(arguments: list[str]) -> int:
-    """Run `dsuf` with `arguments`; returns the exit code. Only DsufError is turned into a message."""
+    """Run `dsuf` with `arguments`; returns the exit code. Only DsufError is turned into a message, and a full disk."""
     try:
-        app(arguments, prog_name="dsuf")
+        try:
+            app(arguments, prog_name="dsuf")
+        finally:
+            sys.stdout.flush()  # what cannot be written is told here, not while the interpreter ends
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(bool(end.code))
+    except OSError as error:
+        if error.errno not in _UNWRITABLE:
+            raise
+        print(f"dsuf: the output cannot be written: {error.strerror}.", file=sys.stderr)
+        _discard_output()
+        return EnvironmentProblem.exit_code
     except DsufError as error:
         print(f"dsuf: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
     return 0
+
+
+def _mend_streams() -> None:
+    """Let no character that the terminal lacks end a command, nor a stream that the caller has closed."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - for the whole process
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _discard_output() -> None:
+    """What is still buffered cannot be written either; the interpreter would try, and end with a status of its own."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _on_terminate(number: int, frame: FrameType | None) -> None:

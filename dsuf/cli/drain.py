@@ -20,7 +20,10 @@ def drain(
     port: Annotated[int | None, typer.Option("--port", help="Of the server. Needed when several run.")] = None,
     now: Annotated[bool, typer.Option("--now", help="Break off running streams instead of waiting for them.")] = False,
 ) -> None:
-    """Stop a server in order: it refuses new calls, lets running streams end, and exits."""
+    """Let a server's streams end, then stop it.
+
+    New calls are refused meanwhile.
+    """
     from dsuf.server.admin import Order
 
     state, connection = _choose(port)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dsuf.cli.live import say
+from dsuf.cli.options import DEFAULT_CKPT
 from dsuf.errors import EnvironmentProblem, UsageError
 
 READY_LINE = re.compile(r"ready on (http://\S+)")
@@ -22,13 +23,26 @@ STOP_WITHIN_S = 10.0
 LOG_LINES_SHOWN = 15
 
 
+def serve_flags(url: str | None, ckpt: str, gpus: str | None, draft: str, verify: str) -> list[str]:
+    """Flags of `dsuf serve` for a server of one's own. Raises UsageError when `url` names another one beside them."""
+    given = {"--ckpt": ckpt, "--draft": draft, "--verify": verify, **({"--gpus": gpus} if gpus else {})}
+    usual = {"--ckpt": DEFAULT_CKPT, "--draft": "on", "--verify": "auto"}
+    told = [flag for flag, value in given.items() if value != usual.get(flag)]
+    if url and told:
+        raise UsageError(
+            f"{', '.join(told)} would be flags of a server that is started here, but --url names one that runs. "
+            "Leave one of them out."
+        )
+    return [word for flag, value in given.items() for word in (flag, value)]
+
+
 @contextmanager
-def own_server(serve_flags: list[str], say_every_s: float = 5.0) -> Iterator[str]:
+def own_server(flags: list[str], say_every_s: float = 5.0) -> Iterator[str]:
     """Run `dsuf serve --port 0 FLAGS` and yield its address once /readyz answers 200.
 
     Raises what the server ended with (UsageError or EnvironmentProblem, with its last lines) when it does not come up.
     """
-    command = [sys.executable, "-m", "dsuf.cli.app", "serve", "--port", "0", "--drain-delay", "0", *serve_flags]
+    command = [sys.executable, "-m", "dsuf.cli.app", "serve", "--port", "0", "--drain-delay", "0", *flags]
     with tempfile.TemporaryDirectory(prefix="dsuf-server-") as folder:
         log = Path(folder) / "log"
         with log.open("wb") as written:
@@ -51,7 +65,8 @@ def _wait_until_ready(process: subprocess.Popen[bytes], log: Path, say_every_s: 
         now = time.monotonic()
         if now - said > say_every_s:
             said = now
-            say(f"waiting for the server: {now - started:.0f} s  {_last_line(log)}")
+            last = _last_line(log)
+            say(f"waiting for the server: {now - started:.0f} s" + (f"; it said last: {last}" if last else ""))
         time.sleep(0.05)
     lines = "\n".join(_text_of(log).splitlines()[-LOG_LINES_SHOWN:])
     kind = UsageError if process.returncode == UsageError.exit_code else EnvironmentProblem

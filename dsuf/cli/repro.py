@@ -16,10 +16,10 @@ from dsuf.cli.bench.result import check_thresholds, new_result, write_result, wr
 from dsuf.cli.browser import show_in_browser
 from dsuf.cli.client import StreamTimes, chat_url, read_counters, steps_since, stream_chat
 from dsuf.cli.live import say
-from dsuf.cli.own_server import own_server
+from dsuf.cli.own_server import own_server, serve_flags
 from dsuf.cli.page import extract_page, failed_checks
 from dsuf.cli.recipe import BENCH_DECODE, BENCH_SERVE, Recipe, load_recipe
-from dsuf.config import BenchOptions, parse_thresholds, read_environment
+from dsuf.config import BenchOptions, check_output, parse_thresholds, read_environment
 from dsuf.errors import CheckFailed, ConfigError, UsageError
 
 TITLES = {
@@ -32,7 +32,7 @@ TITLES = {
 
 
 def repro(
-    name: Annotated[str, typer.Argument(help="Recipe, such as tetris.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Recipe: tetris, mix or h200.")],
     url: Annotated[str | None, typer.Option("--url", help="A running server. Default: start one and stop it.")] = None,
     runs: Annotated[int, typer.Option("--runs", help="Send the request this often and report the ranges.")] = 1,
     save: Annotated[Path | None, typer.Option("--save", help="Write the page of the first answer here.")] = None,
@@ -54,10 +54,25 @@ def repro(
     fail_below: options.FailBelow = None,
     fail_above: options.FailAbove = None,
 ) -> None:
-    """Run a recipe: send its published request and print our figures beside the published ones."""
+    """Run a recipe: our figures beside the published ones.
+
+    A recipe sends its published request to a server, or measures.
+    """
     recipe = load_recipe(name)
-    if recipe.command in (BENCH_SERVE, BENCH_DECODE) and (save is not None or check):
-        raise UsageError(f"--save and --check are for recipes that ask for a page; {name} measures.")
+    page_flags = {"--save": save, "--check": check, "--quiet": quiet, "--open": open_page}
+    server_flags = {
+        "--url": url,
+        "--ckpt": ckpt != options.DEFAULT_CKPT,
+        "--draft": draft != "on",
+        "--verify": verify != "auto",
+    }
+    if recipe.command in (BENCH_SERVE, BENCH_DECODE):
+        _refuse(page_flags, f"is for recipes that ask for a page; {name} measures")
+    if recipe.command == BENCH_DECODE:
+        _refuse(server_flags | {"--ci-json": ci_json}, f"is not for {name}, which measures in this process")
+    if open_page:
+        kept = {"--output": output, "--ci-json": ci_json, "--fail-below": fail_below, "--fail-above": fail_above}
+        _refuse({"--save": save, "--check": check} | kept, "is not for --open: the page sends the request by itself")
     if recipe.command == BENCH_DECODE:
         shared = {"gpus": gpus, "label": label, "output": output, "fail_below": fail_below, "fail_above": fail_above}
         _run_decode(recipe, repeat=runs, **{flag: value for flag, value in shared.items() if value})
@@ -73,11 +88,12 @@ def repro(
         repeat=runs, warmup=0, label=label, output=output, ci_json=ci_json,
         thresholds=parse_thresholds(fail_below or [], fail_above or []),
     )  # fmt: skip
-    serve_flags = ["--ckpt", ckpt, "--draft", draft, "--verify", verify, *(["--gpus", gpus] if gpus else [])]
+    check_output("--save", save)
+    flags = serve_flags(url, ckpt, gpus, draft, verify)
     if open_page:
-        show_in_browser(name, url, serve_flags)
+        show_in_browser(name, url, flags)
         return
-    with nullcontext(url) if url else own_server(serve_flags) as address:
+    with nullcontext(url) if url else own_server(flags) as address:
         answers, samples = _send(recipe, chat_url(address), runs, quiet)
     page = extract_page(answers[0].text)
     if save is not None:
@@ -86,13 +102,19 @@ def repro(
     _print_table(recipe, samples)
     result = new_result(
         f"repro.{name}", label, backend="server", model={"name": str(recipe.request["model"])},
-        params={"url": url, "runs": runs, "serve_flags": [] if url else serve_flags}, samples=samples,
+        params={"url": url, "runs": runs, "serve_flags": [] if url else flags}, samples=samples,
     )  # fmt: skip
     write_result(result, bench.output, bench.ci_json)
     print(_typical(answers).headline(), flush=True)
     if check and (failed := failed_checks(page, recipe.checks)):
         raise CheckFailed(f"The page does not pass: {'; '.join(failed)}")
     check_thresholds(result.metrics, bench.thresholds)
+
+
+def _refuse(flags: dict[str, Any], why: str) -> None:
+    """Raise UsageError for the flags that are given."""
+    if given := ", ".join(flag for flag, value in flags.items() if value):
+        raise UsageError(f"{given} {why}. Leave it out.")
 
 
 def _run_bench(recipe: Recipe, **flags: Any) -> None:

@@ -17,7 +17,7 @@ from dsuf.cli import options
 from dsuf.cli.bench.result import write_whole
 from dsuf.cli.live import say
 from dsuf.cli.session import Session, engine_options, open_session
-from dsuf.config import SamplingFlags
+from dsuf.config import SamplingFlags, check_output
 from dsuf.errors import EngineGone, UsageError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def run(
-    prompt: Annotated[str | None, typer.Argument(help="One user message.")] = None,
+    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="One user message.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Talk in turns; Ctrl-D ends.")] = False,
     tokens: Annotated[Path | None, typer.Option("--tokens", help="JSON file with a list of token ids.")] = None,
     ckpt: options.Ckpt = options.DEFAULT_CKPT,
@@ -54,6 +54,11 @@ def run(
         raise UsageError("Give one of PROMPT, --chat or --tokens FILE.")
     if chat and (as_json or logits):
         raise UsageError("--json and --logits describe one answer; they cannot be used with --chat.")
+    if tokens and (system is not None or thinking):
+        raise UsageError(
+            "--system and --thinking are parts of a chat; token ids are taken as they are. Leave them out."
+        )
+    check_output("--logits", logits)
     sampling = SamplingFlags(temperature, top_p, top_k, seed, max_tokens)
     ids = read_ids(tokens) if tokens else None
     engine = engine_options(gpus, numerics, prefill, draft, verify, max_context)

@@ -10,9 +10,12 @@ import typer
 
 def synth(
     config: Annotated[
-        str, typer.Argument(help="tiny, noise, h200x1, h200x2, v41-flash, or a path to a config.json or its folder.")
+        str,
+        typer.Argument(
+            metavar="CONFIG", help="tiny, noise, h200x1, h200x2, v41-flash, or a path to a config.json or its folder."
+        ),
     ],
-    out: Annotated[Path, typer.Argument(help="Folder to write, absent or empty.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write, absent or empty.")],
     seed: Annotated[int, typer.Option(help="Weights are a function of tensor name, position and seed.")] = 0,
     sparse: Annotated[
         bool, typer.Option("--sparse", help="Headers and index over holes: no weights, no disk.")

@@ -269,6 +269,8 @@ class ChatText:
             raise PromptError(f"invalid request body: {error}") from None
         except RecursionError:
             raise PromptError("invalid JSON request: nested too deeply") from None
+        except UnicodeEncodeError:
+            raise PromptError("invalid request body: found text that is no Unicode. Send it as UTF-8.") from None
         except (dr.ConversionError, ValueError, TypeError) as error:
             raise PromptError(str(error)) from None
         if not converted.conversation.messages:  # the recipe drops empty system messages and lone reasoning

@@ -86,3 +86,27 @@ def test_sigterm_unwinds_like_an_interrupt(tmp_path):
     assert process.returncode == 143
     assert out == "unwound\n"
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["bench", "--help"]])
+def test_an_output_that_is_full_is_told_without_a_traceback(arguments):
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "dsuf.cli.app", *arguments]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (3, "dsuf: the output cannot be written: No space left on device.\n")
+
+
+def test_a_character_that_the_terminal_lacks_does_not_end_a_command():
+    code = "from dsuf.cli import app; app.run_command = lambda _: print('a 🐳') or 0; app.main()"
+    poor = {"PYTHONIOENCODING": "ascii", "PATH": ""}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False, env=poor)
+    assert (done.returncode, done.stdout) == (0, b"a ?\n"), done.stderr
+
+
+@pytest.mark.parametrize("closed", ["1>&-", "2>&-"])
+def test_a_closed_stream_does_not_end_a_command(closed):
+    code = (
+        "import sys; from dsuf.cli import app; app.run_command = lambda _: print(sys.stderr.isatty()) or 5; app.main()"
+    )
+    done = subprocess.run(["sh", "-c", f'"$0" -c "$1" {closed}', sys.executable, code], timeout=60, check=False)
+    assert done.returncode == 5

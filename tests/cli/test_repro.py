@@ -92,6 +92,24 @@ def test_exit_statuses(flags, status):
     assert run_command(flags) == status
 
 
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["mix", "--check"], "--check is for recipes that ask for a page; mix measures"),
+        (["mix", "--open"], "--open is for"),
+        (["h200", "--url", "http://x"], "--url is not for h200"),
+        (["h200", "--verify", "3"], "--verify is not for h200"),
+        (["tetris", "--open", "--save", "x.html"], "--save is not for --open"),
+        (["tetris", "--save", "/absent/x.html"], "--save /absent/x.html cannot be written"),
+        (["tetris", "--url", "http://127.0.0.1:9", "--gpus", "0"], "--gpus would be flags of a server that is started"),
+        (["mix", "--url", "http://127.0.0.1:9", "--ckpt", "noise"], "--ckpt would be flags of a server"),
+    ],
+)
+def test_a_flag_that_would_have_no_effect_is_refused(capsys, flags, complaint):
+    assert run_command(["repro", *flags]) == 2
+    assert complaint in capsys.readouterr().err
+
+
 class TestStepsOfARecipe:
     @pytest.fixture
     def asked(self, monkeypatch):

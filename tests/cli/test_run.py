@@ -124,6 +124,9 @@ def refused(tiny, prompt_file, capsys):
         (["--max-context", "30"], "30"),
         (["--chat"], "one of PROMPT, --chat or --tokens"),
         (["hello"], "one of PROMPT, --chat or --tokens"),
+        (["--thinking"], "--system and --thinking are parts of a chat"),
+        (["--system", "Be brief."], "--system and --thinking are parts of a chat"),
+        (["--logits", "/absent/rows"], "--logits /absent/rows cannot be written: there is no folder /absent"),
     ],
 )
 def test_a_wrong_flag_ends_with_2_and_says_what_is_expected(refused, flags, complaint):

@@ -34,8 +34,8 @@ class Change:
 
 
 def compare(
-    old: Annotated[Path, typer.Argument(help="Bench object of the earlier run (written by --output).")],
-    new: Annotated[Path, typer.Argument(help="Bench object of the later run.")],
+    old: Annotated[Path, typer.Argument(metavar="OLD", help="Bench object of the earlier run (written by --output).")],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="Bench object of the later run.")],
 ) -> None:
     """Compare two bench objects; exit 1 when a metric got worse by more than the noise."""
     before, after = read_result(old), read_result(new)

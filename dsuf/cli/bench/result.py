@@ -129,15 +129,22 @@ def write_result(result: BenchResult, output: Path | None, ci_json: Path | None)
     if output is not None:
         write_whole(output, msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
     if ci_json is not None:
-        ci_json.mkdir(parents=True, exist_ok=True)
+        try:
+            ci_json.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--ci-json {ci_json} cannot be made: {error.strerror}.") from None
         for name, bigger in (("bigger.json", True), ("smaller.json", False)):
             rows = [_ci_row(result, metric) for metric in result.metrics if bigger_is_better(metric) is bigger]
             write_whole(ci_json / name, msgspec.json.format(msgspec.json.encode(rows), indent=1) + b"\n")
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that a reader, or an interrupt, finds all of it or nothing."""
+    """Write a file so that a reader, or an interrupt, finds all of it or nothing; a pipe or device is written to."""
     try:
+        if path.exists() and not path.is_file():
+            path.write_bytes(content)
+            return
+        path = path.resolve()  # what a link points to is replaced, not the link
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as part:
             try:
                 part.write(content)

@@ -14,7 +14,7 @@ from dsuf.cli import options
 from dsuf.cli.bench.flags import measured
 from dsuf.cli.bench.result import check_thresholds, new_result, write_result, write_whole
 from dsuf.cli.live import say
-from dsuf.cli.own_server import own_server
+from dsuf.cli.own_server import own_server, serve_flags
 from dsuf.config import BenchOptions, check_number
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def serve(
         parse_goodput(goodput or []), fields, bench.seed,
     )  # fmt: skip
     plan.conversations(0)  # what cannot be made is told before a server is started
-    flags = ["--ckpt", ckpt, "--draft", draft, "--verify", verify, *(["--gpus", gpus] if gpus else [])]
+    flags = serve_flags(url, ckpt, gpus, draft, verify)
     with nullcontext(url) if url else own_server(flags) as address:
         runs, model, plan = measure(plan, bench, address)
     params |= {"model": model, "mix_long_len": plan.mix.long_len, "goodput": plan.goodput}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -13,8 +14,9 @@ from dsuf.cli.bench.result import (
     read_result,
     summarise,
     write_result,
+    write_whole,
 )
-from dsuf.config import Threshold
+from dsuf.config import BenchOptions, Threshold
 from dsuf.errors import CheckFailed, ConfigError
 
 SAMPLES = [
@@ -111,3 +113,32 @@ def test_an_output_that_cannot_be_written_is_told(tmp_path):
     with pytest.raises(ConfigError, match="cannot be written"):
         write_result(result(), tmp_path / "absent" / "a.json", None)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pipe_is_written_to_and_a_link_is_kept(tmp_path):
+    pipe, link, target = tmp_path / "pipe", tmp_path / "link", tmp_path / "target"
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_whole(pipe, b"through")
+    assert os.read(reading, 100) == b"through" and pipe.is_fifo()
+    os.close(reading)
+    target.write_bytes(b"old")
+    link.symlink_to(target)
+    write_whole(link, b"new")
+    assert link.is_symlink() and target.read_bytes() == b"new"
+
+
+def test_a_folder_for_ci_that_cannot_be_made_is_told(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be made"):
+        write_result(result(), None, tmp_path / "file" / "ci")
+
+
+def test_an_output_that_could_not_be_written_is_told_before_the_work(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="there is no folder"):
+        BenchOptions(output=tmp_path / "absent" / "x.json")
+    with pytest.raises(ConfigError, match="it is a folder"):
+        BenchOptions(output=tmp_path)
+    with pytest.raises(ConfigError, match="is a file"):
+        BenchOptions(ci_json=tmp_path / "file")
