@@ -39,7 +39,7 @@ def check_number(
 
 def check_output(flag: str, path: Path | None) -> None:
     """Raise ConfigError where no file can be made at `path`: told before the work, not after it."""
-    if path is None:
+    if path is None or (path.exists() and not path.is_file() and not path.is_dir()):  # a pipe or device is opened
         return
     why = None
     if path.is_dir():

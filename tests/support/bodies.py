@@ -141,12 +141,15 @@ def draw(rng: random.Random, path: str, spoiled: float) -> Body:
     """A body for `path`, with one thing spoiled in a share of the cases."""
     body = {"model": rng.choice(MODELS), **PATHS[path](rng)}
     if rng.random() < spoiled:
-        _spoil(rng, body)
+        spoil(rng, body)
     return body
 
 
-def check(path: str, body: Body, answer: httpx.Response) -> None:
-    """Raise AssertionError unless the answer is whole and in the protocol's form, or refuses in its form."""
+def check(path: str, body: Body | None, answer: httpx.Response) -> None:
+    """Raise AssertionError unless the answer is whole and in the protocol's form, or refuses in its form.
+
+    Without `body` it may be streamed or not.
+    """
     kind = answer.headers["content-type"]
     if answer.status_code != 200:
         assert answer.status_code in (400, 413), (answer.status_code, answer.text)
@@ -155,9 +158,10 @@ def check(path: str, body: Body, answer: httpx.Response) -> None:
         assert ("messages" in path) == (answer.json().get("type") == "error")
         return
     if not kind.startswith("text/event-stream"):
-        assert not body.get("stream") and isinstance(answer.json(), dict)
+        assert body is None or not body.get("stream")
+        assert isinstance(answer.json(), dict)
         return
-    assert body["stream"] is True
+    assert body is None or body["stream"] is True
     data = [line[6:] for line in answer.text.split("\n") if line.startswith("data: ")]
     if "completions" in path:
         assert data.pop() == "[DONE]"
@@ -248,13 +252,15 @@ def _input_text(rng: random.Random) -> Body:
     return {"type": "input_text", "text": rng.choice(TEXTS)}
 
 
-def _spoil(rng: random.Random, body: Body) -> None:
+def spoil(rng: random.Random, body: Body, junk: tuple[Any, ...] = JUNK) -> None:
     """Replace, leave out or double something, however deep."""
     places = list(_places(body))
+    if not places:
+        return
     holder, key = rng.choice(places)
     what = rng.random()
     if what < 0.6:
-        holder[key] = copy.deepcopy(rng.choice(JUNK))
+        holder[key] = copy.deepcopy(rng.choice(junk))
     elif what < 0.8:
         del holder[key]
     elif isinstance(holder, list):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -142,3 +143,4 @@ def test_an_output_that_could_not_be_written_is_told_before_the_work(tmp_path):
         BenchOptions(output=tmp_path)
     with pytest.raises(ConfigError, match="is a file"):
         BenchOptions(ci_json=tmp_path / "file")
+    assert BenchOptions(output=Path("/dev/stdout"))
