@@ -1,4 +1,4 @@
-"""Measures what engine/gpu's memory side does on one GPU, and checks it: loading, filling, copies, host tables, faults.
+"""Measures what engine/gpu's memory side does on one GPU, and checks it: loading, filling, host tables, faults.
 
     here    dsuf build --sm sm_90a --out .kernels
     there   python3 tests/gpu/bench_memory.py .kernels OUT.json [section ...]
@@ -31,24 +31,20 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from dsuf.engine.gpu import engram_tables, memory, weight_fill, weights
-from dsuf.engine.gpu.copies import Copies
 from dsuf.engine.gpu.device import Device
-from dsuf.engine.gpu.pages import Pages
 from dsuf.engine.gpu.weight_load import Loader
 from dsuf.errors import DeviceError
 from dsuf.kernels.catalogue import CONFIGS
 from dsuf.kernels.launch import Cubin, read_folder
 from dsuf.kernels.stream import scale_stride
-from dsuf.layout import PageLayout, SnapshotLayout, pages_for
 from dsuf.model.checkpoint import Checkpoint
-from dsuf.model.reference.snapshot import blank
 from dsuf.model.synthetic import load_config, write_checkpoint
 from dsuf.ops.engram import hashes
 from dsuf.spec import Spec
 
 GIB, MIB = 1 << 30, 1 << 20
 SPEC = Spec.load(CONFIGS / "h200x1.json")
-NEEDED = ("fill", "state.", "pack.", "engram.gather")
+NEEDED = ("fill", "pack.", "engram.gather")
 Result = dict[str, Any]
 
 
@@ -108,54 +104,6 @@ def load_rate(device: Device) -> Result:
             loader, total = Loader(held, checkpoint), sum(part.nbytes for part in held.loaded)
             absent, cached = seconds(loader.run), seconds(loader.run)
     return {"bytes": total, "absent_gb_per_s": total / absent / 1e9, "cached_gb_per_s": total / cached / 1e9}
-
-
-def snapshots(device: Device) -> Result:
-    """Restores and snapshots of sequences at full width, byte for byte, and a snapshot without pages: milliseconds."""
-    pages, out = Pages(device, SPEC, slots=4, count=8000, most_pages=8192), {}
-    moves = Copies(pages)
-    for tokens in (10_000, 100_000, 1_000_000):
-        out[f"{tokens}_tokens"] = _there_and_back(pages, moves, tokens)
-    wrong = [name for name, one in out.items() if one.pop("wrong")]
-    return out | {"wrong": wrong}
-
-
-def _there_and_back(pages: Pages, moves: Copies, tokens: int) -> Result:
-    kept, state = _saved(tokens)
-    size, slot = SnapshotLayout.of(SPEC).snapshot_bytes, pages.open()
-    pages.reserve(slot, tokens)
-    got, back = [np.zeros(len(kept[0]), np.uint8) for _ in kept], np.zeros(size, np.uint8)
-
-    def restore() -> None:
-        moves.finish(moves.restore(slot, tokens, kept, [state])[0])
-
-    def snapshot() -> None:
-        moves.finish(moves.snapshot(slot, tokens, tokens - 128, dict(enumerate(got)), [back[:1000], back[1000:]]))
-
-    def state_only() -> None:
-        moves.finish(moves.snapshot(slot, tokens, 0, {}, [np.zeros(size, np.uint8)]))
-
-    out = {"bytes": len(kept) * len(kept[0]) + size, "restore_ms": seconds(restore) * 1e3}
-    out |= {"snapshot_ms": seconds(snapshot) * 1e3, "state_ms": min(seconds(state_only) for _ in range(3)) * 1e3}
-    pages.release(slot)
-    same = all(np.array_equal(mine, other) for mine, other in zip(got, kept, strict=True))
-    return out | {"wrong": not (same and np.array_equal(back, state))}
-
-
-def _saved(tokens: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """Random pages and state as a CPU backend would have saved them: what no reader looks at is zero."""
-    page, layout, count = PageLayout.of(SPEC), SnapshotLayout.of(SPEC), pages_for(tokens)
-    rng = np.random.default_rng(tokens)
-    kept = list(np.tile(rng.integers(0, 256, (50, page.page_bytes), np.uint8), (-(-count // 50), 1))[:count])
-    for number, one in enumerate(kept):
-        one[:4] = np.frombuffer(number.to_bytes(4, "little"), np.uint8)
-    for source in page.sources:
-        blank(kept[-1], source, tokens // source.ratio - source.first_entry(count - 1))
-    state = rng.integers(0, 256, layout.snapshot_bytes, np.uint8)
-    state[layout.windows_bytes : layout.history_offset] = 0
-    state[layout.history_offset + 4 * layout.history_ids : layout.decoder_start_offset] = 0
-    state[layout.decoder_start_offset :].view("<i8")[0] = tokens - 128
-    return kept, state
 
 
 def filled(device: Device) -> Result:
@@ -301,7 +249,7 @@ def main() -> int:
     parser.add_argument("sections", nargs="*")
     given = parser.parse_args()
     cubins = [c for c in read_folder(given.cubins, "sm_90a") if c.name.startswith(NEEDED)]
-    all_sections = {f.__name__: f for f in (bandwidth, loaded, snapshots, gather, load_rate, filled, registration)}
+    all_sections = {f.__name__: f for f in (bandwidth, loaded, gather, load_rate, filled, registration)}
     results, failed, gpu = {}, 0, {}
     for name in given.sections or [*all_sections, "faults"]:
         begun = time.perf_counter()
@@ -312,7 +260,9 @@ def main() -> int:
             traceback.print_exc(limit=3)
             results[name], failed = {"error": str(error)}, failed + 1
         print(f"{time.perf_counter() - begun:6.1f} s {name}: {json.dumps(results[name])}", flush=True)
-    given.output.write_text(json.dumps(_bench(results, gpu), indent=1))
+    given.output.write_text(
+        json.dumps(bench("memory", "loading, copies, host tables and faults on one GPU", results, gpu), indent=1)
+    )
     return failed
 
 
@@ -322,11 +272,12 @@ def _on_device(section: Callable[[Device], Result], cubins: list[Cubin], gpu: Re
         return section(device)
 
 
-def _bench(results: Result, gpu: Result) -> Result:
+def bench(kind: str, label: str, results: Result, gpu: Result) -> Result:
+    """The object that is kept."""
     return {
         "schema": "dsuf.bench/1",
-        "kind": "memory",
-        "label": "loading, copies, host tables and faults on one GPU",
+        "kind": kind,
+        "label": label,
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "backend": "gpu",
         "gpu": gpu,

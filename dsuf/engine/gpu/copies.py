@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -79,7 +79,9 @@ class Copies:
         self._pages_at = -(-self.layout.snapshot_bytes // 256) * 256
         staged_bytes = self._pages_at + RECENT * pages.page_bytes
         self._places = deque((self.device.allocate(staged_bytes, "workspace"), None) for _ in range(PLACES))
-        ready = self.device.record()  # the pool is cleared
+        for place, _ in self._places:
+            self.device.zero(place, staged_bytes)  # padding, which nobody writes
+        ready = self.device.record()  # the pool is cleared too
         self._arrivals = deque((self.device.allocate(self._pages_at, "workspace"), ready) for _ in range(LANDINGS))
         self._staging = Staging(self.device, staged_bytes, pages.page_bytes)
         self._registered: Registered | None = None
@@ -130,18 +132,22 @@ class Copies:
         gathered = self.device.record()
         with self.device.beside(OUT):
             self.device.wait(gathered)
-        self.pages.copies += 1
-        latest = {int(numbers[i]): _page(pages, i, numbers) for i in np.flatnonzero(recent).tolist()}
-        finish = functools.partial(self._complete, latest, state, position, min(decoder_start, position))
-        if isinstance(pages, NumberedPages) and self._covers(pages.shared, state):
-            runs = self._runs(place, state, sources, recent, pages.shared.addresses)
-            job = Transfer(self.pages.copies, self.device, OUT, runs, (pages, state), finish)
+        number = self.pages.copies + 1
+        cut = {int(numbers[i]): _page(pages, i, numbers) for i in np.flatnonzero(numbers == position // PAGE_TOKENS)}
+        finish = functools.partial(self._blank, cut, position)
+        targets = self._direct(pages.shared, state) if isinstance(pages, NumberedPages) else None
+        if targets is not None:
+            runs = self._out_runs(place, state, sources, recent, targets)
+            job = Transfer(number, self.device, OUT, runs, (pages, state), finish)
         else:
-            job = self._staged(place, pages, state, numbers, recent, sources, finish)
+            job = self._staged(number, place, pages, state, numbers, recent, sources, finish)
+        self.pages.copies = number
+        start = np.array([min(decoder_start, position)], "<i8").view(np.uint8)
+        hand_over(spread(start, state, into=True, at=self.layout.decoder_start_offset))
         self._places.append((place, job.first))
         self._jobs.append(job)
         self.progress()
-        return self.pages.copies
+        return number
 
     def progress(self) -> int:
         """Go on with everything; the number of the last copy that has ended, as have all before it."""
@@ -162,34 +168,41 @@ class Copies:
             event.wait()
         return place
 
-    def _runs(
+    def _out_runs(
         self, place: int, state: Sequence[Buffer], sources: np.ndarray, recent: np.ndarray, targets: np.ndarray
-    ) -> Runs:
+    ) -> Iterator[Runs]:
         """A snapshot's state and latest pages, whose place is to be used again, then the others."""
         here, there, sizes = self._state_runs(place, state)
-        size, others = self.pages.page_bytes, ~recent
-        pages = ((targets[some], sources[some], size) for some in (recent, others))
-        return Runs.of([(there, here, sizes), *pages]).split("targets", self._registered.begin, self._cut)
+        latest, others = ((targets[some], sources[some], self._sizes(some.sum())) for some in (recent, ~recent))
+        for parts in (((there, here, sizes), latest), (others,)):
+            yield Runs.of(*parts).split("targets", self._registered.begin, self._cut)
 
     def _state_runs(self, place: int, state: Sequence[Buffer]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(device addresses, host addresses, bytes) of the snapshot's parts."""
-        ends = np.minimum(np.cumsum([len(part) for part in state]), self.layout.snapshot_bytes)
-        starts = np.concatenate([[0], ends[:-1]])
-        some = ends > starts
-        return (place + starts)[some], np.array([address_of(part) for part in state])[some], (ends - starts)[some]
+        """(device addresses, host addresses, bytes) of the snapshot's parts, without decoder_start."""
+        runs, at, end = [], 0, self.layout.decoder_start_offset
+        for part in state:
+            count = min(len(part), end - at)
+            if count > 0:
+                runs.append((place + at, address_of(part), count))
+            at += count
+        here, there, sizes = np.array(runs, np.int64).T
+        return here, there, sizes
 
-    def _covers(self, pages: SharedPages, state: Sequence[Buffer]) -> bool:
-        """Whether all of it lies in registered memory."""
-        if self._registered is None:
-            return False
-        spans = [(address_of(part), len(part)) for part in state]
-        if len(pages):
-            at = pages.addresses
-            spans += [(int(at.min()), pages.page_bytes), (int(at.max()), pages.page_bytes)]
-        return all(self._registered.covers(at, at + size) for at, size in spans)
+    def _sizes(self, count: int) -> np.ndarray:
+        return np.full(count, self.pages.page_bytes, np.int64)
+
+    def _direct(self, pages: SharedPages, state: Sequence[Buffer]) -> np.ndarray | None:
+        """Addresses of the pages, if these and the state lie in registered memory."""
+        memory = self._registered
+        if memory is None or not all(memory.covers(at := address_of(part), at + len(part)) for part in state):
+            return None
+        at = pages.addresses
+        if len(at) and not memory.covers(int(at.min()), int(at.max()) + pages.page_bytes):
+            return None
+        return at
 
     def _staged(
-        self, place: int, pages: Mapping[int, Buffer], state: Sequence[Buffer], numbers: np.ndarray,
+        self, number: int, place: int, pages: Mapping[int, Buffer], state: Sequence[Buffer], numbers: np.ndarray,
         recent: np.ndarray, sources: np.ndarray, finish: functools.partial[None],
     ) -> StagedSave:  # fmt: skip
         """The same through page-locked memory, whose part for the state one snapshot uses at a time."""
@@ -198,27 +211,19 @@ class Copies:
                 job.wait()
                 self.progress()
         staged, size = self._staging.staged, self.pages.page_bytes
-        parts = list(spread(staged[: self.layout.snapshot_bytes], state, into=True))
-        for i, number in enumerate(numbers[recent].tolist()):
-            parts.append((staged[self._pages_at + i * size :][:size], flat(pages[number])[:size]))
+        parts = list(spread(staged[: self.layout.decoder_start_offset], state, into=True))
+        for i, page in enumerate(numbers[recent].tolist()):
+            parts.append((staged[self._pages_at + i * size :][:size], flat(pages[page])[:size]))
         others = zip(sources[~recent].tolist(), numbers[~recent].tolist(), strict=True)
-        waiting = deque((source, flat(pages[number])) for source, number in others)
-        return StagedSave(self.pages.copies, self._staging, place, parts, waiting, finish)
+        waiting = deque((source, flat(pages[page])) for source, page in others)
+        return StagedSave(number, self._staging, place, parts, waiting, finish)
 
-    def _complete(
-        self, recent: Mapping[int, Buffer], state: Sequence[Buffer], position: int, decoder_start: int
-    ) -> None:
-        """What the device does not write: padding and decoder_start, and nothing after `position`."""
-        for number, page in recent.items():
+    def _blank(self, pages: Mapping[int, Buffer], position: int) -> None:
+        """Leave out what lies after `position`."""
+        for number, page in pages.items():
+            data = flat(page)
             for source in self.pages.layout.sources:
-                blank(flat(page), source, position // source.ratio - source.first_entry(number))
-        layout = self.layout
-        history_end = layout.history_offset + 4 * layout.history_ids
-        tail = np.zeros(layout.snapshot_bytes - history_end, np.uint8)
-        tail[-8:] = np.array([decoder_start], "<i8").view(np.uint8)
-        gap = np.zeros(layout.history_offset - layout.windows_bytes, np.uint8)
-        for data, at in ((gap, layout.windows_bytes), (tail, history_end)):
-            hand_over(spread(data, state, into=True, at=at))
+                blank(data, source, position // source.ratio - source.first_entry(number))
 
     def _check(self, position: int, numbers: np.ndarray, state: Sequence[Buffer]) -> None:
         step, last = resume_step(self.spec), pages_for(position)
@@ -245,10 +250,9 @@ class Copies:
             with self.device.beside(IN):
                 self.device.wait(moved)
         number = self.pages.copies + 1
-        if isinstance(pages, SharedPages) and self._covers(pages, state):
-            there, here, sizes = self._state_runs(place, state)
-            runs = Runs.of([(there, here, sizes), (targets, pages.addresses, self.pages.page_bytes)])
-            runs = runs.split("sources", self._registered.begin, self._cut)
+        sources = self._direct(pages, state) if isinstance(pages, SharedPages) else None
+        if sources is not None:
+            runs = self._in_runs(place, state, targets, sources)
             job: Transfer | _Loaded = Transfer(number, self.device, IN, runs, (pages, state))
         else:
             self.finish(self.pages.copies)  # all pieces are free
@@ -258,6 +262,11 @@ class Copies:
         self._landings[slot] = _Landing(job, place, position, decoder_start)
         self._jobs.append(job)
         return number, decoder_start
+
+    def _in_runs(self, place: int, state: Sequence[Buffer], targets: np.ndarray, sources: np.ndarray) -> Iterator[Runs]:
+        """A snapshot's state, then the pages."""
+        for part in (self._state_runs(place, state), (targets, sources, self._sizes(len(targets)))):
+            yield Runs.of(part).split("sources", self._registered.begin, self._cut)
 
     def land(self, slot: int, *, wait: bool = True) -> bool:
         """Put what was restored in its place, in the order of the main stream, which waits for what is under way.

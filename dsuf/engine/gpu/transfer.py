@@ -1,7 +1,7 @@
 """Copies between the device and registered host memory: lists of (target, source, bytes), queued a batch at a time.
 
-    runs = Runs.of([(targets, sources, nbytes), ...]).split(side, base, CUT)
-    transfer = Transfer(number, device, OUT, runs, ...)
+    runs = Runs.of((targets, sources, sizes), ...).split(side, base, CUT)
+    transfer = Transfer(number, device, OUT, iter([runs, ...]), ...)
     while not transfer.advance(): ...
 
 Neighbours on both sides become one run, and runs are cut at multiples of CUT from the memory's first byte: memory is
@@ -12,7 +12,7 @@ no more than one run.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,10 +35,11 @@ class Runs:
     sizes: np.ndarray
 
     @classmethod
-    def of(cls, parts: Iterable[tuple[np.ndarray, np.ndarray, int | np.ndarray]]) -> Runs:
-        """Of (targets, sources, bytes of each) one after the other, neighbours joined."""
-        columns = [np.broadcast_arrays(*part) for part in parts]
-        targets, sources, sizes = (np.concatenate(column).astype(np.int64) for column in zip(*columns, strict=True))
+    def of(cls, *parts: tuple[np.ndarray, np.ndarray, np.ndarray]) -> Runs:
+        """Of (targets, sources, bytes) one after the other, neighbours joined."""
+        targets, sources, sizes = (np.concatenate(column) for column in zip(*parts, strict=True))
+        if len(sizes) == 0:
+            return cls(targets, sources, sizes)
         follows = (targets[1:] == targets[:-1] + sizes[:-1]) & (sources[1:] == sources[:-1] + sizes[:-1])
         starts = np.flatnonzero(np.concatenate([[True], ~follows]))
         return cls(targets[starts], sources[starts], np.add.reduceat(sizes, starts))
@@ -63,25 +64,32 @@ class Runs:
 class Transfer:
     """One copy of many runs on a side stream, in their order of batches. `finish` is called once all have arrived.
 
-    The first batch is queued at once; `advance` queues the others as earlier ones end.
+    The first batch of the first part is queued at once, before the next part is made; `advance` queues the others as
+    earlier ones end.
     """
 
     def __init__(
-        self, number: int, device: Device, side: int, runs: Runs, kept: object, finish: Callable[[], None] | None = None
+        self,
+        number: int,
+        device: Device,
+        side: int,
+        parts: Iterator[Runs],
+        kept: object,
+        finish: Callable[[], None] | None = None,
     ) -> None:
         """`kept`: what must stay mapped until then."""
         self.number = number
-        self._device, self._side, self._runs, self._kept, self._finish = device, side, runs, kept, finish
-        self._sent = 0
+        self._device, self._side, self._parts, self._kept, self._finish = device, side, parts, kept, finish
+        self._runs, self._sent = next(parts), 0
         self._under_way: deque[Event] = deque()
         self.first = self._send()
 
     def advance(self) -> bool:
         """Whether everything has arrived."""
-        while self._under_way and self._under_way[0].done():
-            self._under_way.popleft()
-        while self._sent < len(self._runs) and len(self._under_way) < BATCHES:
+        self._settle()
+        while len(self._under_way) < BATCHES and self._more:
             self._send()
+            self._settle()
         if self._under_way:
             return False
         if self._finish is not None:
@@ -96,9 +104,23 @@ class Transfer:
 
     def send_all(self) -> Event:
         """Queue what is left, if the driver must let the host wait for it; the event after everything."""
-        while self._sent < len(self._runs):
+        while self._more:
             self._send()
         return self.last
+
+    @property
+    def _more(self) -> bool:
+        """Whether a run is left to be queued."""
+        while self._sent >= len(self._runs):
+            following = next(self._parts, None)
+            if following is None:
+                return False
+            self._runs, self._sent = following, 0
+        return True
+
+    def _settle(self) -> None:
+        while self._under_way and self._under_way[0].done():
+            self._under_way.popleft()
 
     def _send(self) -> Event:
         part = slice(self._sent, self._sent + BATCH)

@@ -272,20 +272,23 @@ class TestTurns:
         copies.finish(late)
         assert copies.progress() == soon == late + 1
 
-    def test_what_the_device_does_not_write_is_written_when_the_bytes_have_arrived(self, copies, cached, device):
+    def test_what_lies_after_the_position_is_left_out_when_the_bytes_have_arrived(self, copies, cached, device):
         arena = Arena()
         pages, state = arena.pages(0, 1, 2), arena.state(3, 1)
         put(arena, cached, 300, pages, state)
         copies.share(arena.view).settle()
         slot, number, _ = restored(copies, 300, pages, state)
         copies.finish(number)
-        out = arena.state(8, 1)
-        out[1][:] = b"\xee" * 8
-        number = copies.snapshot(slot, 300, 123, NumberedPages(np.array([2]), arena.pages(9)), out)
-        assert bytes(out[1][1:]) != bytes(7)
+        device.upload(copies.pages.address(slot, 2), np.full(PAGE, 0xEE, np.uint8))
+        wanted, out = NumberedPages(np.array([2]), arena.pages(9)), arena.state(8, 1)
+        number = copies.snapshot(slot, 300, 299, wanted, out)
+        assert bytes(wanted[2]) == b"\xee" * PAGE
         copies.finish(number)
-        raw = b"".join(bytes(part) for part in out)
-        assert int.from_bytes(raw[STATE - 8 : STATE], "little") == 123
+        expected = np.full(PAGE, 0xEE, np.uint8)
+        for source in copies.pages.layout.sources:
+            snapshot.blank(expected, source, 300 // source.ratio - source.first_entry(2))
+        assert bytes(wanted[2]) == expected.tobytes() and not expected.all()
+        assert b"".join(map(bytes, out))[STATE - 8 : STATE] == (299).to_bytes(8, "little")
 
     def test_the_places_of_snapshots_are_used_again_once_their_state_has_left(self, copies, cached, device):
         arena = Arena()
@@ -308,7 +311,8 @@ class TestTransfer:
         device.copy_many = lambda targets, sources, sizes: sent.append(len(sizes))
         count = (BATCHES + 2) * BATCH + 3
         many = np.arange(count) * 2
-        job = Transfer(1, device, 0, Runs(many, many, np.ones(count, np.int64)), None, lambda: sent.append("end"))
+        parts = iter([Runs(many, many, np.ones(count, np.int64)), Runs(many[:0], many[:0], many[:0])])
+        job = Transfer(1, device, 0, parts, None, lambda: sent.append("end"))
         assert sent == [BATCH] and not job.advance() and sent == [BATCH] * BATCHES
         job.wait()
         assert not job.advance() and len(sent) == BATCHES + 1
@@ -325,7 +329,9 @@ class TestRuns:
     @given(starts, st.integers(1, 9), st.integers(1, 64), st.sampled_from(["targets", "sources"]))
     def test_every_byte_keeps_its_place_and_no_run_passes_a_border(self, places, size, cut, side):
         targets, sources = (1000 + size * np.array(column) for column in zip(*places, strict=True))
-        runs = Runs.of([(targets, sources, size)])
+        half = len(targets) // 2
+        sizes = np.full(len(targets), size)
+        runs = Runs.of(*((targets[some], sources[some], sizes[some]) for some in (slice(half), slice(half, None))))
         wanted = [(t + i, s + i) for t, s in zip(targets, sources, strict=True) for i in range(size)]
         for some in (runs, runs.split(side, 990, cut)):
             moved = zip(some.targets, some.sources, some.sizes, strict=True)
@@ -336,7 +342,8 @@ class TestRuns:
 
     def test_pages_side_by_side_on_both_sides_are_one_run(self):
         side_by_side = np.arange(7) * PAGE
-        runs = Runs.of([(side_by_side, 50 + side_by_side, PAGE), (np.array([1 << 30]), np.array([5]), 8)])
+        last = np.array([1 << 30]), np.array([5]), np.array([8])
+        runs = Runs.of((side_by_side, 50 + side_by_side, np.full(7, PAGE)), last)
         assert runs.sizes.tolist() == [7 * PAGE, 8] and len(runs) == 2
 
 
