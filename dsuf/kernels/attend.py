@@ -384,11 +384,12 @@ def make(*, h: int, d: int, rope: int, most: int) -> Kernel:
 
 
 def entries(width: Width) -> list[Entry]:
-    """One kernel for every layer and the drafter."""
-    spec = width.spec
-    h, d, most = spec.num_attention_heads, spec.head_dim, most_keys(spec)
-    shape = {"h": h, "d": d, "rope": spec.qk_rope_head_dim, "most": most}
-    window, topk = spec.sliding_window, spec.index_topk
-    nbytes = MOST_ROWS * (window * (d + d // 32) + topk * (d // 2 + d // 16) + 4 * h * d)
-    operations = 4 * MOST_ROWS * h * d * (window + topk)
-    return [Entry(f"attend/{width.label}", make, shape, width.chips, attend, nbytes, operations)]
+    """One kernel for every layer and the drafter, and one for the heads of a rank."""
+    spec, found = width.spec, []
+    d, window, topk = spec.head_dim, spec.sliding_window, spec.index_topk
+    for ending, h in width.heads.items():
+        shape = {"h": h, "d": d, "rope": spec.qk_rope_head_dim, "most": most_keys(spec)}
+        nbytes = MOST_ROWS * (window * (d + d // 32) + topk * (d // 2 + d // 16) + 4 * h * d)
+        operations = 4 * MOST_ROWS * h * d * (window + topk)
+        found.append(Entry(f"attend/{width.label}{ending}", make, shape, width.chips, attend, nbytes, operations))
+    return found

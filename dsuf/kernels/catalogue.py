@@ -28,6 +28,7 @@ MODULES = (
     "logprobs", "reduce", "product_rows", "dense", "plan", "grouped",
 )  # fmt: skip
 ROW_TILES = {"v41": (8, 16, 24, 48), "small": (8, 48)}
+RANKS = (2, 4)  # that attention's heads may be split over
 CONFIGS = Path(__file__).parents[1] / "configs"
 
 
@@ -57,6 +58,12 @@ class Width:
     spec: Spec
     chips: tuple[str, ...]
     row_tiles: tuple[int, ...]
+
+    @property
+    def heads(self) -> dict[str, int]:
+        """Heads of attention kernels by what their names end in: all, and those of a rank."""
+        every = self.spec.num_attention_heads
+        return {"": every} | {f"/h{every // ranks}": every // ranks for ranks in RANKS if every % ranks == 0}
 
 
 @cache

@@ -104,13 +104,14 @@ def make_embed() -> Kernel:
     return embed
 
 
-def make_gather(*, ngram: int) -> Kernel:
+def make_gather(*, ngram: int, ranks: bool = False) -> Kernel:
     """A warp a column of one row: it hashes, fetches the table row, eight values a lane, and quantises.
 
-    grid ((ngram - 1) heads, rows); heads, width (up to 256) and the pad class are arguments.
+    grid ((ngram - 1) heads, rows); heads, width (up to 256) and the pad class are arguments. ranks: `table` is int64
+    [ranks, 2], addresses of every rank's rows and their scales, and table_scales how many rows a rank has.
     """
 
-    @kernel(threads=32, grid=(1, MOST_ROWS), name=f"engram_gather_{ngram}")
+    @kernel(threads=32, grid=(1, MOST_ROWS), name=f"engram_gather_{ngram}" + ("_ranks" if ranks else ""))
     def gather(
         history: s64, slots: s32, sequence: s64, position: s64, constant: s64, table: s64, table_scales: s64,
         codes: s64, scales: s64, heads: s32, width: s32, pad_class: s32,
@@ -139,10 +140,17 @@ def make_gather(*, ngram: int) -> Kernel:
                 h = int64(h ^ (t * ldw_s64(constant + 8 * back)))
             prime = ldw_s64(constant + 8 * (ngram + column))
             line = int64(h % prime + ldw_s64(constant + 8 * (ngram + columns + column)))
+            rows = table
+            rows_scales = table_scales
+            if ranks:
+                holder = int64(line // table_scales)
+                rows = ldw_s64(table + holder * 16)
+                rows_scales = ldw_s64(table + holder * 16 + 8)
+                line = int64(line - holder * table_scales)
             v = regs(8, 0.0)
             if 8 * lane < width:
-                code = ldw_u32x2(table + line * width + 8 * lane)
-                scale = ue8m0[0](ldw_u8(table_scales + line * groups + (lane >> 2)))
+                code = ldw_u32x2(rows + line * width + 8 * lane)
+                scale = ue8m0[0](ldw_u8(rows_scales + line * groups + (lane >> 2)))
                 for i in unroll(2):
                     two = e4m3x4_bf16(code[i])
                     for j in unroll(2):
@@ -238,5 +246,14 @@ def entries(width: Width) -> list[Entry]:
     return [
         Entry("embed", make_embed, {}, width.chips, np.take, 10 * rows, 0),
         Entry("engram.gather", make_gather, gathers, width.chips, table_rows, 2 * fetched, 4 * fetched),
+        Entry(
+            "engram.gather_ranks",
+            make_gather,
+            {**gathers, "ranks": True},
+            width.chips,
+            table_rows,
+            2 * fetched,
+            4 * fetched,
+        ),
         Entry("engram.gate", make_gate, gates, width.chips, gate, 26 * rows, 60 * rows),
     ]

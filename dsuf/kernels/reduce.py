@@ -1,14 +1,20 @@
-"""Sums over ranks in two launches: push one's part to every rank, then join what all have pushed, the same on each.
+"""What several ranks make together, in two launches: push one's part to every rank, then join what all have pushed.
 
-    push    inbox of rank p [parity, own rank] = part, for every p;  then its flag = epoch, release at system scope
-    join    waits for the flags of all ranks;  out = bf16(sum of the parts in rank order, float32)
+    push          inbox of rank p [parity, own rank] = part, for every p;  then its flag = epoch, released to the system
+    push_experts  the same with part = bf16(sum of a row's slots whose expert is the rank's own, ascending, float32)
+    join          waits for the flags of all ranks;  out = bf16(sum of the parts in rank order, float32), alike on all
+    join_rows     waits too;  out[row] = the parts' rows beside each other in rank order
 
-part, out bf16 [elements], elements a multiple of 8. An inbox (inbox_bytes) holds flags uint32 [2, ranks, MOST_BLOCKS],
-then parts [2, ranks, elements]; it lies in its rank's memory, mapped by the others, zeroed once. epochs uint32
-[MOST_BLOCKS] is local and zeroed once: each block counts its own joins, so that a captured graph needs no number from
-the host. Block b of every launch moves the same stretch, so only blocks b of the ranks wait for each other, and the
-grid must be the same everywhere. Two parities suffice: a rank pushes epoch e + 2 after it joined e + 1, for which every
-other rank has pushed e + 1, that is, has joined e.
+part, out of join bf16 [elements], a multiple of 8 up to `room`. push_experts: parts bf16 [rows * k, D], experts int32
+[rows, k], own first .. first + own - 1. join_rows: parts float32 [rows, mine], out float32 [rows, ranks * mine], mine a
+multiple of 4; to push and join_rows a float32 is two elements.
+
+An inbox (inbox_bytes) holds flags uint32 [2, ranks, MOST_BLOCKS], then parts [2, ranks, room]; it lies in its rank's
+memory, mapped by the others, zeroed once. epochs uint32 [MOST_BLOCKS] is local and zeroed once: each block counts its
+own joins, so that a captured graph needs no number from the host. Block b of every launch moves the same stretch, so
+only blocks b of the ranks wait for each other; the grid must be the same everywhere and always, so that all blocks
+agree about the parity. Two parities suffice: a rank pushes epoch e + 2 after it joined e + 1, for which every other
+rank has pushed e + 1, that is, has joined e.
 
 A join that waits longer than bound_us writes (code << 8 | rank + 1) of the rank it misses to the fault word and ends;
 its output then means nothing. Reference: numpy.sum over ranks. Bytes: 2 elements out and in for every rank.
@@ -16,10 +22,12 @@ its output then means nothing. Reference: numpy.sum over ranks. Bytes: 2 element
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from dsuf.kernels.catalogue import Entry, Width
-from dsuf.kernels.lang import Kernel, int32, int64, kernel, regs, s32, s64, uint32, unroll
+from dsuf.kernels.lang import Kernel, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
 from dsuf.kernels.ptx.convert import bf16_high, bf16_low, bf16x2
 from dsuf.kernels.ptx.memory import (
     ld_acquire_sys,
@@ -42,6 +50,7 @@ from dsuf.kernels.ptx.sync import (
 
 THREADS, MOST_BLOCKS, MOST_RANKS = 256, 64, 8
 PIECE = 8  # elements of 16 bytes
+MOST_SLOTS = 8  # routed experts of a row
 
 
 def flag_bytes(ranks: int) -> int:
@@ -49,9 +58,58 @@ def flag_bytes(ranks: int) -> int:
     return 2 * ranks * MOST_BLOCKS * 4
 
 
-def inbox_bytes(ranks: int, elements: int) -> int:
-    """Bytes of a rank's inbox for sums of up to `elements`."""
-    return flag_bytes(ranks) + 2 * ranks * elements * 2
+def inbox_bytes(ranks: int, room: int) -> int:
+    """Bytes of a rank's inbox for parts of up to `room` elements."""
+    return flag_bytes(ranks) + 2 * ranks * room * 2
+
+
+@inline
+def stretch_of(pieces: Any) -> Any:
+    """(first, end) of what this block moves."""
+    share = int32((pieces + block_count() - 1) // block_count())
+    first = int32(block_index() * share)
+    return first, int32(min(first + share, pieces))
+
+
+@inline
+def parts_at(ranks: Any) -> Any:
+    """Where the parts of an inbox begin, after the flags."""
+    return int64(ranks) * (2 * MOST_BLOCKS * 4)
+
+
+@inline
+def send(inbox: Any, at: Any, ranks: Any, piece: Any) -> None:
+    """16 bytes to every rank."""
+    for r in unroll(MOST_RANKS):
+        if r < ranks:
+            stg_u32x4(inbox[r] + at, piece)
+
+
+@inline
+def raise_flags(inbox: Any, flag: Any, ranks: Any, epoch: Any, tid: Any) -> None:
+    """Tell every rank that this block's stretch is there; the whole block has sent it."""
+    sync_threads()
+    for r in unroll(MOST_RANKS):
+        if tid == r and r < ranks:
+            st_release_sys(inbox[r] + flag, epoch)
+
+
+@inline
+def wait_for_flags(
+    inbox: Any, place: Any, ranks: Any, epoch: Any, bound_us: Any, fault: Any, code: Any, tid: Any
+) -> None:
+    """Until this block's stretch has come from every rank, or too late; place: parity * ranks."""
+    if tid < 32:  # lane r watches rank r; lanes without a rank watch the first
+        watched = int32(tid if tid < ranks else 0)
+        flag = inbox + ((place + watched) * MOST_BLOCKS + block_index()) * 4
+        started = int64(global_timer())
+        bound = int64(bound_us) * 1000
+        while ld_acquire_sys(flag) != epoch and int64(global_timer()) - started < bound:
+            pass
+        sync_warp()
+        if tid < ranks and ld_acquire_sys(flag) != epoch:
+            stg_u32(fault, uint32(code << 8 | (tid + 1)))
+    sync_threads()
 
 
 def make_push() -> Kernel:
@@ -59,15 +117,12 @@ def make_push() -> Kernel:
 
     @kernel(threads=THREADS, grid=(MOST_BLOCKS,), name="reduce_push")
     def push(
-        part: s64, epochs: s64, rank: s32, ranks: s32, elements: s32, inbox0: s64, inbox1: s64, inbox2: s64,
+        part: s64, epochs: s64, rank: s32, ranks: s32, elements: s32, room: s32, inbox0: s64, inbox1: s64, inbox2: s64,
         inbox3: s64, inbox4: s64, inbox5: s64, inbox6: s64, inbox7: s64,
     ) -> None:  # fmt: skip
         tid = int32(thread_index())
         block = int64(block_index())
-        pieces = int32(elements // PIECE)
-        share = int32((pieces + block_count() - 1) // block_count())
-        first = int32(block_index() * share)
-        end = int32(min(first + share, pieces))
+        first, end = stretch_of(int32(elements // PIECE))
         inbox = regs(MOST_RANKS)
         inbox[0] = inbox0
         inbox[1] = inbox1
@@ -81,19 +136,68 @@ def make_push() -> Kernel:
         let_next_kernel_start()
         epoch = uint32(ldg_u32(epochs + block * 4) + 1)
         place = int64(epoch & 1) * ranks + rank
-        data = int64(ranks) * (2 * MOST_BLOCKS * 4) + place * elements * 2
+        data = parts_at(ranks) + place * room * 2
         for i in range(first + tid, end, THREADS):
             piece = ldg_u32x4(part + int64(i) * 16)
-            for r in unroll(MOST_RANKS):
-                if r < ranks:
-                    stg_u32x4(inbox[r] + data + int64(i) * 16, piece)
-        sync_threads()
-        flag = (place * MOST_BLOCKS + block) * 4
-        for r in unroll(MOST_RANKS):
-            if tid == r and r < ranks:
-                st_release_sys(inbox[r] + flag, epoch)
+            send(inbox, data + int64(i) * 16, ranks, piece)
+        raise_flags(inbox, (place * MOST_BLOCKS + block) * 4, ranks, epoch, tid)
 
     return push
+
+
+def make_push_experts() -> Kernel:
+    """The same grid as the joins; k up to MOST_SLOTS."""
+
+    @kernel(threads=THREADS, grid=(MOST_BLOCKS,), name="reduce_push_experts")
+    def push_experts(
+        parts: s64, experts: s64, first_own: s32, own: s32, k: s32, d: s32, epochs: s64, rank: s32, ranks: s32,
+        elements: s32, room: s32, inbox0: s64, inbox1: s64, inbox2: s64, inbox3: s64, inbox4: s64, inbox5: s64,
+        inbox6: s64, inbox7: s64,
+    ) -> None:  # fmt: skip
+        tid = int32(thread_index())
+        block = int64(block_index())
+        first, end = stretch_of(int32(elements // PIECE))
+        inbox = regs(MOST_RANKS)
+        inbox[0] = inbox0
+        inbox[1] = inbox1
+        inbox[2] = inbox2
+        inbox[3] = inbox3
+        inbox[4] = inbox4
+        inbox[5] = inbox5
+        inbox[6] = inbox6
+        inbox[7] = inbox7
+        wait_for_previous_kernel()
+        let_next_kernel_start()
+        epoch = uint32(ldg_u32(epochs + block * 4) + 1)
+        place = int64(epoch & 1) * ranks + rank
+        data = parts_at(ranks) + place * room * 2
+        of_row = int32(d // PIECE)
+        for i in range(first + tid, end, THREADS):
+            row = int32(i // of_row)
+            column = int64(i - row * of_row) * PIECE
+            number = regs(MOST_SLOTS)
+            for j in unroll(MOST_SLOTS):
+                number[j] = int32(ldg_u32(experts + (int64(row) * k + min(j, k - 1)) * 4)) - first_own
+            s = regs(PIECE, 0.0)
+            for j in unroll(MOST_SLOTS):
+                if j < k and number[j] >= 0 and number[j] < own:
+                    w = ldg_u32x4(parts + ((int64(row) * k + j) * d + column) * 2)
+                    add_piece(s, w)
+            word = regs(4)
+            for j in unroll(4):
+                word[j] = bf16x2(s[2 * j + 1], s[2 * j])
+            send(inbox, data + int64(i) * 16, ranks, word[0:4])
+        raise_flags(inbox, (place * MOST_BLOCKS + block) * 4, ranks, epoch, tid)
+
+    return push_experts
+
+
+@inline
+def add_piece(s: Any, w: Any) -> None:
+    """Eight sums += eight bf16 in four words."""
+    for j in unroll(4):
+        s[2 * j] = s[2 * j] + bf16_low(w[j])
+        s[2 * j + 1] = s[2 * j + 1] + bf16_high(w[j])
 
 
 def make_join() -> Kernel:
@@ -101,37 +205,22 @@ def make_join() -> Kernel:
 
     @kernel(threads=THREADS, grid=(MOST_BLOCKS,), name="reduce_join")
     def join(
-        inbox: s64, epochs: s64, out: s64, fault: s64, ranks: s32, elements: s32, bound_us: s32, code: s32
+        inbox: s64, epochs: s64, out: s64, fault: s64, ranks: s32, elements: s32, room: s32, bound_us: s32, code: s32
     ) -> None:  # fmt: skip
         tid = int32(thread_index())
         block = int64(block_index())
-        pieces = int32(elements // PIECE)
-        share = int32((pieces + block_count() - 1) // block_count())
-        first = int32(block_index() * share)
-        end = int32(min(first + share, pieces))
+        first, end = stretch_of(int32(elements // PIECE))
         wait_for_previous_kernel()
         let_next_kernel_start()
         epoch = uint32(ldg_u32(epochs + block * 4) + 1)
         place = int64(epoch & 1) * ranks
-        if tid < 32:  # lane r watches rank r; lanes without a rank watch the first
-            watched = int32(tid if tid < ranks else 0)
-            flag = inbox + ((place + watched) * MOST_BLOCKS + block) * 4
-            started = int64(global_timer())
-            bound = int64(bound_us) * 1000
-            while ld_acquire_sys(flag) != epoch and int64(global_timer()) - started < bound:
-                pass
-            sync_warp()
-            if tid < ranks and ld_acquire_sys(flag) != epoch:
-                stg_u32(fault, uint32(code << 8 | (tid + 1)))
-        sync_threads()
-        data = inbox + int64(ranks) * (2 * MOST_BLOCKS * 4) + place * elements * 2
+        wait_for_flags(inbox, place, ranks, epoch, bound_us, fault, code, tid)
+        data = inbox + parts_at(ranks) + place * room * 2
         for i in range(first + tid, end, THREADS):
             s = regs(PIECE, 0.0)
             for r in range(ranks):
-                piece = ldg_u32x4(data + (int64(r) * elements + int64(i) * PIECE) * 2)
-                for j in unroll(4):
-                    s[2 * j] = s[2 * j] + bf16_low(piece[j])
-                    s[2 * j + 1] = s[2 * j + 1] + bf16_high(piece[j])
+                w = ldg_u32x4(data + (int64(r) * room + int64(i) * PIECE) * 2)
+                add_piece(s, w)
             word = regs(4)
             for j in unroll(4):
                 word[j] = bf16x2(s[2 * j + 1], s[2 * j])
@@ -142,12 +231,45 @@ def make_join() -> Kernel:
     return join
 
 
+def make_join_rows() -> Kernel:
+    """The same grid as the pushes."""
+
+    @kernel(threads=THREADS, grid=(MOST_BLOCKS,), name="reduce_join_rows")
+    def join_rows(
+        inbox: s64, epochs: s64, out: s64, fault: s64, ranks: s32, elements: s32, room: s32, mine: s32, bound_us: s32,
+        code: s32,
+    ) -> None:  # fmt: skip
+        tid = int32(thread_index())
+        block = int64(block_index())
+        first, end = stretch_of(int32(elements // PIECE))
+        of_row = int32(mine // 4)
+        wait_for_previous_kernel()
+        let_next_kernel_start()
+        epoch = uint32(ldg_u32(epochs + block * 4) + 1)
+        place = int64(epoch & 1) * ranks
+        wait_for_flags(inbox, place, ranks, epoch, bound_us, fault, code, tid)
+        data = inbox + parts_at(ranks) + place * room * 2
+        for i in range(first + tid, end, THREADS):
+            row = int32(i // of_row)
+            column = int64(i - row * of_row) * 4
+            for r in range(ranks):
+                w = ldg_u32x4(data + (int64(r) * room + int64(i) * PIECE) * 2)
+                stg_u32x4(out + ((int64(row) * ranks + r) * mine + column) * 4, w)
+        if tid == 0:
+            stg_u32(epochs + block * 4, epoch)
+
+    return join_rows
+
+
 def entries(width: Width) -> list[Entry]:
-    """One pair for every size and number of ranks."""
+    """One of each for every size and number of ranks; the floors are those of six rows of two ranks."""
     if width.label != "v41":
         return []
-    size = 2 * 6 * width.spec.hidden_size  # of six rows
+    spec, k = width.spec, width.spec.num_experts_per_tok
+    size, logits = 2 * 6 * spec.hidden_size, 4 * 6 * spec.vocab_size
     return [
         Entry("reduce.push", make_push, {}, width.chips, np.copyto, 2 * size, 0),
+        Entry("reduce.push_experts", make_push_experts, {}, width.chips, np.sum, (k // 2 + 1) * size, k * size),
         Entry("reduce.join", make_join, {}, width.chips, np.sum, 2 * size, size),
+        Entry("reduce.join_rows", make_join_rows, {}, width.chips, np.concatenate, 2 * logits, 0),
     ]

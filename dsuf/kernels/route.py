@@ -8,7 +8,8 @@
 x bf16 [rows, K], gate pack_bf16 of [E, K], parts float32 [parts, rows, E], bias float32 [2, E] (text, image), image
 int32 [rows] (0 or 1), sequence int32 [rows] (negative: inactive row, its experts are -1). experts int32 [rows, k],
 weights float32 [rows, k], plan as expert_plan.py describes. E, k and scaling are arguments. counter: address of a u32
-that grows by the number of distinct experts chosen (0: not counted). Reference: dsuf.ops.product.product and
+that grows by the number of distinct experts of the plan (0: not counted). The plan has the pairs of experts first ..
+first + own - 1 alone, as 0 .. own - 1: with several ranks each has its own. Reference: dsuf.ops.product.product and
 ops.route.route. Latency decides both: scores loads its weights into registers before it waits, and is spread over K so
 that a warp has one chunk; route is one block, because the plan needs every row.
 """
@@ -141,7 +142,7 @@ def make(*, most_experts: int, most_chosen: int, rows: int) -> Kernel:
     @kernel(threads=THREADS, shared=AT_PLAN + scratch_bytes(most_experts), name=f"route_{most_experts}_r{rows}")
     def route_rows(
         parts: s64, count: s32, bias: s64, image: s64, sequence: s64, chosen: s64, weights: s64, plan: s64,
-        counter: s64, live: s32, experts: s32, topk: s32, scaling: f32,
+        counter: s64, live: s32, experts: s32, topk: s32, scaling: f32, first: s32, own: s32,
     ) -> None:  # fmt: skip
         tid = int32(thread_index())
         lane = int32(tid & 31)
@@ -219,9 +220,10 @@ def make(*, most_experts: int, most_chosen: int, rows: int) -> Kernel:
                 number = int32(mine if active else -1)
                 stg_u32(chosen + int64(pair) * 4, uint32(number))
                 stg_f32(weights + int64(pair) * 4, mine_s * div(scaling, total + 1e-20))
-                sts_u32(uint32(sm + pair * 4), uint32(number))
+                local = int32(number - first)
+                sts_u32(uint32(sm + pair * 4), uint32(local if local >= 0 and local < own else -1))
         sync_threads()
-        make_groups(sm, uint32(sm + AT_PLAN), plan, counter, tid, THREADS, int32(live * topk), experts, topk)
+        make_groups(sm, uint32(sm + AT_PLAN), plan, counter, tid, THREADS, int32(live * topk), own, topk)
 
     return route_rows
 

@@ -210,8 +210,8 @@ FAULTS = {
     "withheld flag of a rank": (
         "device = Device.open(0, read_folder(Path(sys.argv[1]), 'sm_90a'))\n"
         "ranks, part = Ranks([device] * 2, bound_us=200_000), device.allocate(2048, 'part')\n"
-        "device.zero(part, 2048)\nranks.exchange(1024).push(0, part)\nranks.exchange(1024).join(0, part, 3)\n"
-        "device.synchronize()\nranks.check({3: 'the output of layer 2'})"
+        "device.zero(part, 2048)\ntotal = Exchange(ranks, 1024)\ntotal.push(0, part)\n"
+        "total.join(0, part, ranks.code('the output of layer 2'))\ndevice.synchronize()\nranks.check()"
     ),
 }
 PROLOGUE = """
@@ -219,7 +219,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from dsuf.engine.gpu.device import Device
-from dsuf.engine.gpu.ranks import Ranks
+from dsuf.engine.gpu.ranks import Exchange, Ranks
 from dsuf.errors import DeviceError
 from dsuf.kernels.launch import read_folder
 try:

@@ -282,7 +282,7 @@ def run_grouped(gpu: Gpu, rows: int, experts: int) -> list[dict[str, Any]]:
     h = torch.full((pairs, INNER), float("nan"), device="cuda", dtype=torch.bfloat16)
     y = torch.full((pairs, D), float("nan"), device="cuda", dtype=torch.bfloat16)
     chunks = pack.chunk_width(D, GATE_UP_CHUNK), pack.chunk_width(INNER)
-    make_plan = lambda: gpu.launch("grouped.plan", chosen, offsets, order, pairs, experts, grid=(experts, 1))  # noqa: E731
+    make_plan = lambda: gpu.launch("grouped.plan", chosen, offsets, order, pairs, experts, 0, grid=(experts, 1))  # noqa: E731
     first = (w13, ordered, offsets, order, weights, h, experts, TOP, D, INNER, LIMIT, chunks[0])
     second = (w2, h, offsets, order, y, experts, D, INNER, chunks[1])
     make_plan()

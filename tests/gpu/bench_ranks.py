@@ -55,7 +55,7 @@ class Pair:
 
 def exchange(rank: int, pair: Pair) -> None:
     pair.sums[0].push(rank, pair.at[rank])
-    pair.sums[0].join(rank, pair.out[rank], 1)
+    pair.sums[0].join(rank, pair.out[rank])
 
 
 def round_trip(rank: int, pair: Pair) -> None:
@@ -63,10 +63,10 @@ def round_trip(rank: int, pair: Pair) -> None:
     there.push(rank, pair.at[rank])
     if rank == 0:
         back.push(rank, pair.at[rank])
-    there.join(rank, pair.out[rank], 2)
+    there.join(rank, pair.out[rank])
     if rank == 1:
         back.push(rank, pair.at[rank])
-    back.join(rank, pair.out[rank], 3)
+    back.join(rank, pair.out[rank])
 
 
 def timed(pair: Pair, one: Round) -> dict[str, float]:
@@ -107,7 +107,7 @@ def main() -> int:
         for one in (exchange, round_trip):
             results[f"{one.__name__}_{rows}_rows"] = timed(pair, one) | {"bytes": rows * HIDDEN * 2}
             print(f"{one.__name__} {rows} rows: {results[f'{one.__name__}_{rows}_rows']}", flush=True)
-    ranks.check({1: "an exchange", 2: "the way there", 3: "the way back"})
+    ranks.check()
     bench = {
         "schema": "dsuf.bench/1", "kind": "ranks", "label": "push and join between two GPUs", "backend": "gpu",
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), "gpu": {"name": devices[0].name, "count": 2},

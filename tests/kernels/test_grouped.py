@@ -28,11 +28,11 @@ class Layer:
         self.w13, self.w2 = np.stack(w13), np.stack([pack.pack_fp4(*one[2], chip) for one in raw])
 
 
-def planned(chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def planned(chosen: np.ndarray, first: int = 0, own: int = EXPERTS) -> tuple[np.ndarray, np.ndarray]:
     """Run the plan kernel."""
-    offsets = np.full(EXPERTS + 1, -7, np.int32)
+    offsets = np.full(own + 1, -7, np.int32)
     order = np.full(chosen.size, -7, np.int32)
-    execute(plan.make(), [chosen, offsets, order, chosen.size, EXPERTS], grid=(EXPERTS, 1))
+    execute(plan.make(), [chosen, offsets, order, chosen.size, own, first], grid=(own, 1))
     return offsets, order
 
 
@@ -58,6 +58,14 @@ def test_the_plan_sorts_pairs_by_expert(pairs: int):
     expected = np.flatnonzero(chosen >= 0)[np.argsort(chosen[chosen >= 0], kind="stable")]
     assert np.array_equal(order[: len(expected)], expected) and (order[len(expected) :] == -7).all()
     assert np.array_equal(offsets, [int((chosen[chosen >= 0] < e).sum()) for e in range(EXPERTS + 1)])
+
+
+def test_the_plan_of_some_experts_leaves_the_others_out():
+    chosen = np.random.default_rng(0).integers(-1, EXPERTS, 600).astype(np.int32)
+    every, order = planned(chosen)
+    offsets, mine = planned(chosen, 2, 2)
+    assert np.array_equal(offsets, every[2:5] - every[2])
+    assert np.array_equal(mine[: offsets[-1]], order[every[2] : every[4]]) and (mine[offsets[-1] :] == -7).all()
 
 
 def run_layer(layer: Layer, x: np.ndarray, chosen: np.ndarray, weights: np.ndarray, grid: int = 2):

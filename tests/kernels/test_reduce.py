@@ -13,10 +13,11 @@ BLOCKS = 3
 
 
 class Rank:
-    """What a rank keeps."""
+    """What a rank keeps; its sums have room for twice the elements."""
 
     def __init__(self, ranks: int, elements: int):
-        self.inbox = np.zeros(reduce.inbox_bytes(ranks, elements), np.uint8)
+        self.room = 2 * elements
+        self.inbox = np.zeros(reduce.inbox_bytes(ranks, self.room), np.uint8)
         self.epochs = np.zeros(reduce.MOST_BLOCKS, np.uint32)
         self.out = np.full(elements, 0x7FC0, np.uint16)
         self.fault = np.zeros(1, np.uint32)
@@ -27,14 +28,19 @@ def kernels():
     return reduce.make_push(), reduce.make_join()
 
 
+def inboxes(ranks: list[Rank]) -> list[np.ndarray | int]:
+    return [r.inbox for r in ranks] + [0] * (reduce.MOST_RANKS - len(ranks))
+
+
 def push(kernel, ranks: list[Rank], rank: int, part: np.ndarray) -> None:
-    inboxes = [r.inbox for r in ranks] + [0] * (reduce.MOST_RANKS - len(ranks))
-    execute(kernel, [part, ranks[rank].epochs, rank, len(ranks), part.size, *inboxes], grid=(BLOCKS, 1))
+    own, elements = ranks[rank], part.view(np.uint16).size
+    arguments = [part, own.epochs, rank, len(ranks), elements, own.room, *inboxes(ranks)]
+    execute(kernel, arguments, grid=(BLOCKS, 1))
 
 
 def join(kernel, ranks: list[Rank], rank: int, bound_us: int = 1000) -> None:
     own = ranks[rank]
-    arguments = [own.inbox, own.epochs, own.out, own.fault, len(ranks), own.out.size, bound_us, 9]
+    arguments = [own.inbox, own.epochs, own.out, own.fault, len(ranks), own.out.size, own.room, bound_us, 9]
     execute(kernel, arguments, grid=(BLOCKS, 1))
 
 
@@ -77,3 +83,42 @@ def test_a_rank_that_does_not_come_is_named_in_the_fault_word(kernels):
     push(kernels[0], ranks, 2, part)
     join(kernels[1], ranks, 0, bound_us=0)
     assert ranks[0].fault[0] == 9 << 8 | 2
+
+
+@pytest.mark.parametrize(("count", "k"), [(2, 6), (4, 3)])
+def test_experts_of_all_ranks_add_up_to_the_sum_over_slots(kernels, count: int, k: int):
+    rng, rows, d, each = np.random.default_rng(k), 5, 64, 4
+    ranks, kernel = [Rank(count, rows * d) for _ in range(count)], reduce.make_push_experts()
+    experts = np.stack([rng.permutation(count * each)[:k] for _ in range(rows)]).astype(np.int32)
+    experts[3] = -1  # an inactive row
+    parts = bf16(rng, rows * k, d)
+    for r, own in enumerate(ranks):
+        mine = parts.copy()
+        mine[(experts // each != r).ravel()] = 0x7FC0  # nobody wrote it
+        arguments = [mine, experts, r * each, each, k, d, own.epochs, r, count, rows * d, own.room, *inboxes(ranks)]
+        execute(kernel, arguments, grid=(BLOCKS, 1))
+    want = np.zeros((rows, d), np.float32)
+    for r in range(count):
+        chosen = (experts // each == r)[:, :, None]
+        share = np.where(chosen, values(parts).reshape(rows, k, d), 0).astype(np.float32)
+        partial = np.zeros((rows, d), np.float32)
+        for slot in range(k):
+            partial += share[:, slot]
+        want += values(formats.float32_to_bf16(partial)).astype(np.float32)
+    for r, own in enumerate(ranks):
+        join(kernels[1], ranks, r)
+        assert (own.out.reshape(rows, d) == formats.float32_to_bf16(want)).all() and own.fault[0] == 0
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_rows_of_all_ranks_stand_beside_each_other(kernels, count: int):
+    rng, rows, mine = np.random.default_rng(count), 3, 20
+    ranks, kernel = [Rank(count, 2 * rows * mine) for _ in range(count)], reduce.make_join_rows()
+    parts = [rng.standard_normal((rows, mine)).astype(np.float32) for _ in range(count)]
+    for r, part in enumerate(parts):
+        push(kernels[0], ranks, r, part)
+    for own in ranks:
+        out = np.zeros((rows, count * mine), np.float32)
+        arguments = [own.inbox, own.epochs, out, own.fault, count, 2 * rows * mine, own.room, mine, 1000, 9]
+        execute(kernel, arguments, grid=(BLOCKS, 1))
+        assert np.array_equal(out, np.concatenate(parts, axis=1))

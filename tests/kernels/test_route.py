@@ -19,15 +19,17 @@ def split_up(z: np.ndarray) -> np.ndarray:
     return np.stack([first, second, z - (first + second)])
 
 
-def run(z: np.ndarray, bias: np.ndarray, topk: int, image: np.ndarray, sequence: np.ndarray):
+def run(z: np.ndarray, bias: np.ndarray, topk: int, image: np.ndarray, sequence: np.ndarray, own: range | None = None):
     rows, count = z.shape
+    own = own or range(count)
     tile = -(-rows // 8) * 8
     chosen, weights = np.full((rows, topk), -9, np.int32), np.zeros((rows, topk), np.float32)
     plan = np.full(expert_plan.plan_bytes(tile * topk) // 4, -7, np.int32)
     counter = np.array([7], np.uint32)
     parts = split_up(z)
-    execute(KERNEL, [parts, len(parts), bias, image, sequence, chosen, weights, plan, counter, rows, count, topk, 1.5])
-    assert counter[0] == 7 + len(set(chosen.ravel().tolist()) - {-1})
+    sizes = [rows, count, topk, 1.5, own.start, len(own)]
+    execute(KERNEL, [parts, len(parts), bias, image, sequence, chosen, weights, plan, counter, *sizes])
+    assert counter[0] == 7 + len(set(chosen.ravel().tolist()) & set(own))
     return chosen, weights, plan
 
 
@@ -62,6 +64,19 @@ def test_router_agrees_with_the_op_and_groups_its_pairs(rows: int, count: int, t
     records = plan[expert_plan.PLAN_HEAD :].reshape(-1, expert_plan.PLAN_RECORD)
     assert plan[0] == len(groups)
     assert [r[: 2 + r[1]].tolist() for r in records[: len(groups)]] == groups
+
+
+def test_a_rank_plans_its_own_experts_and_chooses_as_all_do():
+    rng, rows, count, topk = np.random.default_rng(5), 9, 16, 4
+    z, bias = rng.standard_normal((rows, count)).astype(np.float32), np.zeros((2, count), np.float32)
+    image, sequence = np.zeros(rows, np.int32), np.arange(rows, dtype=np.int32)
+    every, shares, _ = run(z, bias, topk, image, sequence)
+    for own in (range(8), range(8, 16)):
+        chosen, weights, plan = run(z, bias, topk, image, sequence, own)
+        assert np.array_equal(chosen, every) and np.array_equal(weights, shares)
+        groups = expected_groups(np.where(np.isin(every, own), every - own.start, -1))
+        records = plan[expert_plan.PLAN_HEAD :].reshape(-1, expert_plan.PLAN_RECORD)
+        assert [r[: 2 + r[1]].tolist() for r in records[: plan[0]]] == groups
 
 
 def test_a_crowded_expert_fills_several_groups():

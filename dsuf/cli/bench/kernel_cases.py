@@ -199,7 +199,8 @@ def router(bench: Bench, rows: int) -> Case:
     def go(w: int) -> None:
         launch, grid = bench.device.launch, (-(-one.n // pack.ROWS), count)
         launch(f"route.scores/{LABEL}", w, x, parts, rows, one.n, grid=grid)
-        launch("route", parts, count, at_bias, image, sequence, chosen, weights, plan, 0, rows, one.n, topk, scaling)
+        cut = (scaling, 0, one.n)
+        launch("route", parts, count, at_bias, image, sequence, chosen, weights, plan, 0, rows, one.n, topk, *cut)
 
     def error() -> float:
         picked, got = (bench.get(at, (rows, topk), t) for at, t in ((chosen, np.int32), (weights, np.float32)))

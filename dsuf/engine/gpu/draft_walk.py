@@ -50,9 +50,10 @@ def stages(k: Launches, m: Model) -> None:
     residual = Residual(k, w)
     k.embed(weights.embed, residual.streams, weights.class_map, w.nowhere, m.caches.history_slots)
     residual.first(weights.stages[0])
+    parts = 0
     for number, stage in enumerate(weights.stages):
         if number:
-            residual.after_experts(spec.dspark_num_experts_per_tok, stage, stage.attn_norm)
+            residual.after_experts(parts, stage, stage.attn_norm)
         window = spec.num_hidden_layers + number
         queries(k, m, stage, weights.rope_plain, window)
         c = m.caches
@@ -63,9 +64,9 @@ def stages(k: Launches, m: Model) -> None:
         output(k, m, stage)
         residual.after_attention(stage)
         experts, per_token = spec.dspark_n_routed_experts, spec.dspark_num_experts_per_tok
-        moe(k, m, stage, experts, per_token, m.draft_expert_counter)
+        parts = moe(k, m, stage, experts, per_token, m.draft_expert_counter)
     last = weights.stages[-1]
-    residual.after_experts(spec.dspark_num_experts_per_tok, last, weights.draft_norm, folded=w.folded)
+    residual.after_experts(parts, last, weights.draft_norm, folded=w.folded)
 
 
 def chain(k: Launches, m: Model, batch: Batch) -> None:

@@ -1,7 +1,7 @@
 """Where Engram's tables are: on the device, or in page-locked host memory that the gather kernel reads over PCIe.
 
     device          all rows on the device: when the ledger allows
-    device-sharded  each rank holds a share of the rows: several GPUs
+    device-sharded  each rank holds a share of the rows and reads the others' in their memory: several GPUs
     host            a memfd, on 2 MiB pages where the machine has them free, registered with CUDA in pieces of 1 GiB
 
 A token reads 24 rows of 264 bytes a layer, so that even over PCIe the bytes are few; what host memory costs is latency,
@@ -16,7 +16,7 @@ import contextlib
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from dsuf.engine.gpu.weight_plan import Part, plan
+from dsuf.engine.gpu.weight_plan import Part, plan, row_share
 from dsuf.engine.gpu.weights import TABLES, Weights
 from dsuf.errors import EnvironmentProblem
 from dsuf.model.fingerprint import fingerprint
@@ -95,6 +95,18 @@ def place_on_device(weights: Weights) -> None:
         if part.name in TABLES:
             address = weights.device.allocate(part.nbytes, f"weights, {part.kind}")
             setattr(weights.owner(part), part.name, address)
+
+
+def join_shares(every: Sequence[Weights]) -> None:
+    """Tell each rank's layers where all ranks' rows are. The rows never change, so nobody has to wait for anybody."""
+    spec, count = every[0].spec, len(every)
+    for layer in spec.engram_layer_ids:
+        places = [(w.layers[layer].engram_table, w.layers[layer].engram_table_scales) for w in every]
+        for weights in every:
+            mine, ordinal = weights.layers[layer], spec.layers[layer].engram
+            mine.engram_tables = weights.device.allocate(16 * count, "weights, dense")
+            mine.engram_rows = row_share(spec.engram_num_embeddings[ordinal], 0, count)[1]
+            weights.device.upload(mine.engram_tables, np.array(places, np.int64))
 
 
 def place(

@@ -6,12 +6,13 @@ Device.launch, outside or inside a capture.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dsuf.engine.gpu.buffers import Rows
+from dsuf.engine.gpu.ranks import ALONE, Exchange, Launch, Rank
 from dsuf.errors import ConfigError
-from dsuf.kernels import attend, catalogue, experts, index, mixes, route, rows_q8
+from dsuf.kernels import attend, catalogue, experts, index_query, mixes, route, rows_q8
 from dsuf.kernels.catalogue import Width
 from dsuf.kernels.engram import EMBED_SPAN
 from dsuf.kernels.pack import ROWS
@@ -19,7 +20,9 @@ from dsuf.kernels.project import launch_of, projections
 from dsuf.layout import PageLayout, SourceLayout
 from dsuf.spec import Spec
 
-Launch = Callable[..., None]  # (name, *arguments, grid=(x, y))
+if TYPE_CHECKING:
+    from dsuf.engine.gpu.weights import BlockWeights
+
 SCORE_BLOCKS = 264  # of index.scores, which walks its rows itself
 FIXED = (
     "hidden_size", "moe_intermediate_size", "num_attention_heads", "head_dim", "qk_rope_head_dim", "q_lora_rank",
@@ -51,19 +54,19 @@ class Pool:
 
 
 class Launches:
-    """Launches of `count` rows under a row table."""
+    """Launches of `count` rows under a row table, by one of several ranks; `share` is the spec with its part alone."""
 
-    def __init__(self, launch: Launch, spec: Spec, rows: Rows, count: int) -> None:
-        self.launch, self.spec, self.rows, self.count = launch, spec, rows, count
-        width = width_of(spec)
-        self.width = width.label
-        self._projections = projections(spec)
+    def __init__(self, launch: Launch, spec: Spec, rows: Rows, count: int, rank: Rank = ALONE) -> None:
+        self.launch, self.spec, self.rows, self.count, self.rank = launch, spec, rows, count, rank
+        self.share = rank.share(spec)
+        self.width = width_of(spec).label
+        self.projections = projections(self.share)
 
     # ---- products and their operands
 
     def project(self, name: str, w: int, x: int, scales: int, y: int) -> None:
         """y = x W^T of a projection of dsuf.kernels.project; `scales` 0 where x is bf16."""
-        how = launch_of(self.width, self._projections[name], self.count)
+        how = launch_of(self.width, self.projections[name], self.count)
         self.launch(how.name, w, x, scales, y, self.count, *how.arguments, grid=how.grid, shared=how.shared)
 
     def quantise(self, x: int, codes: int, scales: int, k: int) -> None:
@@ -102,14 +105,16 @@ class Launches:
         )  # fmt: skip
 
     def gather(
-        self, history: int, history_slots: int, constants: int, table: int, table_scales: int, codes: int, scales: int,
-        pad_class: int,
-    ) -> None:  # fmt: skip
-        """Engram's table rows of each row."""
-        r, spec = self.rows, self.spec
+        self, history: int, history_slots: int, weights: BlockWeights, codes: int, scales: int, pad_class: int
+    ) -> None:
+        """Engram's table rows of each row; those that another rank has are read there."""
+        r, spec, name = self.rows, self.spec, "engram.gather"
+        table = (weights.engram_table, weights.engram_table_scales)
+        if weights.engram_tables:
+            name, table = "engram.gather_ranks", (weights.engram_tables, weights.engram_rows)
         self.launch(
-            "engram.gather", history, history_slots, r.sequence, r.position, constants, table, table_scales, codes,
-            scales, spec.engram_n_heads, spec.engram_head_dim, pad_class, grid=(spec.engram_columns, self.count),
+            name, history, history_slots, r.sequence, r.position, weights.engram_constants, *table, codes, scales,
+            spec.engram_n_heads, spec.engram_head_dim, pad_class, grid=(spec.engram_columns, self.count),
         )  # fmt: skip
 
     def add_engram(self, streams: int, kv: int, qk: int) -> None:
@@ -141,7 +146,7 @@ class Launches:
 
     def index_query(self, y: int, table: int, out: int) -> None:
         """Quantised index queries."""
-        r, sets = self.rows, -(-self.spec.index_n_heads // index.QUERY_WARPS)
+        r, sets = self.rows, -(-self.spec.index_n_heads // index_query.QUERY_WARPS)
         self.launch(f"index.query/{self.width}", y, r.sequence, r.position, table, out, grid=(self.count * sets, 1))
 
     def index_scores(
@@ -179,10 +184,15 @@ class Launches:
             codes, scales = pool.base + source.codes.offset, pool.base + source.scales.offset
             pages = (pool.table, pool.most_pages, codes, scales, pool.layout.page_bytes, shift_of(source))
         self.launch(
-            f"attend/{self.width}", q, windows, pitch, ring, r.sequence, r.position, first, r.last, selected[0],
+            self.of_heads("attend"), q, windows, pitch, ring, r.sequence, r.position, first, r.last, selected[0],
             self.spec.index_topk, selected[1], *pages, table, sink, out,
-            grid=(attend.blocks(self.spec.num_attention_heads) * self.count, 1),
+            grid=(attend.blocks(self.share.num_attention_heads) * self.count, 1),
         )  # fmt: skip
+
+    def of_heads(self, family: str) -> str:
+        """The kernel of a family for this rank's number of heads."""
+        heads = self.share.num_attention_heads
+        return f"{family}/{self.width}" + (f"/h{heads}" if heads < self.spec.num_attention_heads else "")
 
     # ---- experts
 
@@ -194,11 +204,12 @@ class Launches:
     def route(
         self, parts: int, bias: int, experts: int, per_token: int, chosen: int, shares: int, plan: int, counter: int
     ) -> None:  # fmt: skip
-        """Chosen experts, their shares, and the plan of the expert products."""
+        """Chosen experts, their shares, and the plan of this rank's expert products."""
         r = self.rows
         self.launch(
             "route", parts, route.parts_of(self.spec.hidden_size), bias, r.image, r.sequence, chosen, shares, plan,
-            counter, self.count, experts, per_token, self.spec.routed_scaling_factor, grid=(1, 1),
+            counter, self.count, experts, per_token, self.spec.routed_scaling_factor, *self.rank.part(experts),
+            grid=(1, 1),
         )  # fmt: skip
 
     def expert_products(
@@ -210,6 +221,42 @@ class Launches:
         gate_up, down = f"experts.gate_up/{self.width}", f"experts.down/{self.width}"
         self.launch(gate_up, w[0], shared[0], x, plan, shares, h, self.count, k, limit, grid=grid)
         self.launch(down, w[1], shared[1], h, plan, *y, self.count, k, grid=grid)
+
+    # ---- several ranks
+
+    def sum_heads(self, last: int, what: str) -> None:
+        """last = the sum over ranks of what their heads gave; nothing where this rank has all heads."""
+        if self.share.o_groups == self.spec.o_groups:
+            return
+        total, elements = self._exchange(), self.count * self.spec.hidden_size
+        total.push(self.rank.index, last, elements, self.launch)
+        total.join(self.rank.index, last, self.rank.ranks.code(what), elements, self.launch)
+
+    def sum_experts(self, parts: int, chosen: int, experts: int, per_token: int, what: str) -> int:
+        """parts = [rows, D], the sum over all ranks' experts; nothing where this rank has all of `experts`. How many
+        parts of a row there are now.
+        """
+        own, d = self.rank.part(experts), self.spec.hidden_size
+        if own[1] == experts:
+            return per_token
+        total, elements = self._exchange(), self.count * d
+        total.push_experts(self.rank.index, parts, chosen, own, per_token, d, elements, self.launch)
+        total.join(self.rank.index, parts, self.rank.ranks.code(what), elements, self.launch)
+        return 1
+
+    def head(self, w: int, x: int, logits: int) -> None:
+        """logits float32 [rows, V] of the head, from all ranks' rows of it."""
+        mine = self.share.vocab_size
+        if mine == self.spec.vocab_size:
+            self.project("head", w, x, 0, logits)
+            return
+        total, elements = self.rank.ranks.exchange(self.count, 2 * mine), 2 * self.count * mine
+        self.project("head", w, x, 0, logits)  # where nobody needs what stands there, until the join
+        total.push(self.rank.index, logits, elements, self.launch)
+        total.join_rows(self.rank.index, logits, mine, self.rank.ranks.code("the logits"), elements, self.launch)
+
+    def _exchange(self) -> Exchange:
+        return self.rank.ranks.exchange(self.count, self.spec.hidden_size)
 
 
 def shift_of(source: SourceLayout) -> int:

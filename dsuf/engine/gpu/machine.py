@@ -19,6 +19,7 @@ from dsuf.engine.gpu.engram_tables import place, place_on_device
 from dsuf.engine.gpu.memory import SPARE_SLOTS, Ledger, plan_memory
 from dsuf.engine.gpu.pages import Pages
 from dsuf.engine.gpu.phases import Phases
+from dsuf.engine.gpu.ranks import ALONE, Rank
 from dsuf.engine.gpu.step_graph import StepGraphs
 from dsuf.engine.gpu.step_walk import Model
 from dsuf.engine.gpu.weight_fill import fill
@@ -62,8 +63,11 @@ class Machine:
         progress: Progress,
         *,
         graphs: bool = True,
+        rank: Rank = ALONE,
     ) -> Machine:
-        """Read a checkpoint onto the device. Raises CheckpointError, ConfigError or DeviceError."""
+        """Read a checkpoint onto the device, or a rank's share of it (then engram_tables.join_shares has to follow).
+        Raises CheckpointError, ConfigError or DeviceError.
+        """
         progress("checkpoint", 0.0)
         phases = Phases()
         phases("checkpoint")
@@ -76,9 +80,10 @@ class Machine:
             if spec.engram_layer_ids:
                 raise CheckpointError("no Engram class map: expected engram_token_map.json or a tokenizer beside it.")
             classes = np.zeros(spec.vocab_size, np.int32)
-        ledger = ledger_of(options, spec, device)
+        ledger = ledger_of(options, spec, device, rank)
         phases("weights")
-        weights = Weights.allocate(device, spec, classes, positions=ledger.max_context + LOOKAHEAD)
+        share = {"rank": rank.index, "ranks": rank.count}
+        weights = Weights.allocate(device, spec, classes, positions=ledger.max_context + LOOKAHEAD, **share)
         tables = place(weights, checkpoint, ledger.engram, options.engram_memory)
         if checkpoint.holes_seed is not None:
             fill(weights, checkpoint.config, checkpoint.holes_seed)
@@ -89,7 +94,7 @@ class Machine:
             tables.result()
         phases("caches, workspace and graphs")
         pad = int(classes[spec.engram_pad_token_id])
-        machine = cls.over(device, ledger, weights, pad, checkpoint=checkpoint, graphs=graphs)
+        machine = cls.over(device, ledger, weights, pad, checkpoint=checkpoint, graphs=graphs, rank=rank)
         progress("weights", 1.0)
         phases.tell(f"loaded {options.ckpt.name}")
         return machine
@@ -117,8 +122,9 @@ class Machine:
         *,
         checkpoint: Checkpoint | None = None,
         graphs: bool = True,
+        rank: Rank = ALONE,
     ) -> Machine:
-        """Caches, workspace and graphs over weights that are there."""
+        """Caches, workspace and graphs over weights that are there, a rank's share of them."""
         spec, slots = weights.spec, ledger.slots
         work = Workspace.allocate(device, spec, ledger.max_context + LOOKAHEAD, slots, HISTORY)
         most_pages = pages_for(ledger.max_context + LOOKAHEAD)
@@ -127,7 +133,7 @@ class Machine:
         device.zero(counters, 64)
         model = Model(
             spec, weights, pages.caches, work, pad_class, expert_counter=counters,
-            draft_expert_counter=counters + 4,
+            draft_expert_counter=counters + 4, rank=rank,
         )  # fmt: skip
         steps = StepGraphs(device, model, slots, graphs=graphs)
         context = min(ledger.max_context, ledger.pages * PAGE_TOKENS - LOOKAHEAD)
@@ -160,7 +166,7 @@ def _prefill_bytes(options: EngineOptions, spec: Spec, context: int) -> int:
     return prefill_buffers.workspace_bytes(spec, options.prefill_chunk, slots, context + LOOKAHEAD)
 
 
-def ledger_of(options: EngineOptions, spec: Spec, device: Device) -> Ledger:
+def ledger_of(options: EngineOptions, spec: Spec, device: Device, rank: Rank = ALONE) -> Ledger:
     """What everything will take; told before anything is loaded. Raises ConfigError or DeviceError."""
     context_of(options, spec)
     ledger = plan_memory(
@@ -170,6 +176,8 @@ def ledger_of(options: EngineOptions, spec: Spec, device: Device) -> Ledger:
         max_sequences=options.max_sequences,
         cache_tokens=options.cache_tokens,
         lookahead=LOOKAHEAD,
+        rank=rank.index,
+        ranks=rank.count,
         workspace=lambda context: _prefill_bytes(options, spec, context),
     )
     print(f"memory of GPU {device.index} ({device.name}):", *ledger.lines(), sep="\n  ", file=sys.stderr)

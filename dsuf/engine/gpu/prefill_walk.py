@@ -17,7 +17,6 @@ from dsuf.kernels.experts import GATE_UP_CHUNK
 from dsuf.kernels.latents import MOST_ROWS, window_row_bytes
 from dsuf.kernels.mixes import STREAMS
 from dsuf.kernels.pack import BF16_CHUNK, FP8_CHUNK, chunk_width
-from dsuf.kernels.project import projections
 from dsuf.layout import SourceLayout
 from dsuf.spec import BLOCK, LayerRole
 
@@ -40,8 +39,7 @@ class Chunk:
         self.launch, self.model, self.b, self.rows, self.sizes = launch, model, buffers, rows, sizes
         self.slot, self.start, self.count, self.decoder_start = slot, start, count, decoder_start
         self.spec, self.most_rows, self.warpgroups = model.spec, sizes[0], warpgroups
-        self.k = Launches(launch, self.spec, rows, count)
-        self._projections = projections(self.spec)
+        self.k = Launches(launch, self.spec, rows, count, model.rank)
         self.ring = self.most_rows + self.spec.sliding_window
         self.history_slots = history_slots(self.spec, self.most_rows)
 
@@ -49,7 +47,7 @@ class Chunk:
 
     def project(self, name: str, w: int, x: int, y: int) -> None:
         """y = x W^T; x in product order."""
-        one = self._projections[name]
+        one = self.k.projections[name]
         kind, most = ("bf16", BF16_CHUNK) if one.kind == "bf16" else ("fp8", FP8_CHUNK)
         tiles = -(-self.count // PRODUCT_TILE) * -(-one.n // PRODUCT_TILE) * one.groups
         sizes = (self.count, one.n, one.k, one.groups, chunk_width(one.k, most))
@@ -90,11 +88,11 @@ class Chunk:
         self.attention(role, compress=compress)
         self._seam(0, weights.ffn_norm, 0)
         self._mix(weights, "ffn")
-        self.moe(weights)
+        slots = self.moe(weights)
         following = layer + 1
         if following == self.spec.num_hidden_layers:
             return
-        weights, slots = self.model.weights.layers[following], self.spec.num_experts_per_tok
+        weights = self.model.weights.layers[following]
         self._seam(slots, weights.attn_norm, self._tap(following))
         if self.spec.layers[following].engram is not None:
             self.engram(following)
@@ -131,10 +129,7 @@ class Chunk:
     def engram(self, layer: int) -> None:
         """Table rows, their keys and value, and the gated value into the streams."""
         b, spec, weights = self.b, self.spec, self.model.weights.layers[layer]
-        self.k.gather(
-            self._history, self.history_slots, weights.engram_constants, weights.engram_table,
-            weights.engram_table_scales, b.codes, b.scales, self.model.pad_class,
-        )  # fmt: skip
+        self.k.gather(self._history, self.history_slots, weights, b.codes, b.scales, self.model.pad_class)
         self.expand(spec.engram_columns * spec.engram_head_dim)
         self.project("engram_wkv", weights.engram_wkv, b.expanded, b.engram_kv)
         self.k.add_engram(b.streams, b.engram_kv, weights.engram_qk)
@@ -184,10 +179,11 @@ class Chunk:
         attended = self._attend(role, weights, table)
         after = min(self.count, c.ring)
         self._move(b.windows, self.ring, own, c.ring, self.start + self.count - after, after, pitch, halves)
-        output = spec.o_groups * spec.o_lora_rank
+        output = self.k.share.o_groups * spec.o_lora_rank
         self.project("wo_a", weights.wo_a, attended, b.y)
         self.launch("chunk.q8", b.y, b.y_rows, output, grid=(-(-output // chunk_rows.SPAN), self.count))
         self.project("wo_b", weights.wo_b, b.y_rows, b.last)
+        self.k.sum_heads(b.last, f"the attention output of {weights.name}")
 
     def _attend(self, role: LayerRole, weights: Any, table: int) -> int:
         """Where the result stands, in product order."""
@@ -197,7 +193,7 @@ class Chunk:
         if not self.warpgroups:
             selected = (b.selected, b.chosen) if source is not None else (0, 0)
             self.k.attend(b.q, b.windows, 0, self.ring, first, pool, source, selected, table, weights.attn_sink, b.o)
-            grid, width = (min(EXPAND_BLOCKS, self.count), 1), spec.num_attention_heads * spec.head_dim
+            grid, width = (min(EXPAND_BLOCKS, self.count), 1), self.k.share.num_attention_heads * spec.head_dim
             self.launch("dense.expand_bf16", b.o, b.q, self.count, width, grid=grid)  # nobody needs q any more
             return b.q
         pages, topk = (0, 0, 0, 0, 0, 1), 0
@@ -205,7 +201,7 @@ class Chunk:
             codes, scales, topk = pool.base + source.codes.offset, pool.base + source.scales.offset, spec.index_topk
             pages = (pool.table, pool.most_pages, codes, scales, pool.layout.page_bytes, source.ratio)
         self.launch(
-            f"chunk.attend/{self.k.width}", b.q, b.windows, 0, self.ring, b.selected, b.chosen, topk, *pages,
+            self.k.of_heads("chunk.attend"), b.q, b.windows, 0, self.ring, b.selected, b.chosen, topk, *pages,
             r.sequence, r.position, first, r.last, table, weights.attn_sink, b.o, self.count,
             grid=(min(SM_BLOCKS, self.count), 1),
         )  # fmt: skip
@@ -268,7 +264,7 @@ class Chunk:
         """The decode kernels, 48 rows at a time, which also make candidate blocks and choose inside them."""
         b, spec, m, w = self.b, self.spec, self.model, self.model.work
         heads, width, kept = spec.index_n_heads, spec.index_head_dim, spec.candidate_topk_blocks
-        k = Launches(self.launch, spec, self.rows.after(row), count)
+        k = Launches(self.launch, spec, self.rows.after(row), count, m.rank)
         candidates = (b.candidates + row * kept * 4, b.kept_of + row * 4)
         mapped = candidates if role.uses_candidates else (0, 0)
         blocks = candidates if role.is_candidate_source else (0, 0)
@@ -281,8 +277,8 @@ class Chunk:
 
     # ---- experts and drafter
 
-    def moe(self, weights: Any) -> None:
-        """A sublayer's input -> parts (routed experts) and last (the shared one)."""
+    def moe(self, weights: Any) -> int:
+        """A sublayer's input -> parts (routed experts; how many of a row) and last (the shared one)."""
         b, spec, n = self.b, self.spec, self.count
         d, i, e, k = spec.hidden_size, spec.moe_intermediate_size, spec.n_routed_experts, spec.num_experts_per_tok
         self.project("gate", weights.gate, b.x_rows, b.gate)
@@ -290,21 +286,23 @@ class Chunk:
             "chunk.route", b.gate, weights.gate_bias, self.rows.image, b.experts, b.shares, n, e, k,
             spec.routed_scaling_factor, grid=(-(-n // 8), 1),
         )  # fmt: skip
-        self.launch("grouped.plan", b.experts, b.offsets, b.order, n * k, e, grid=(e, 1))
-        tiles = e + n * k // PRODUCT_TILE
+        first, own = self.model.rank.part(e)
+        self.launch("grouped.plan", b.experts, b.offsets, b.order, n * k, own, first, grid=(own, 1))
+        tiles = own + n * k // PRODUCT_TILE
         gate_up, down = (min(SM_BLOCKS, tiles * -(-width // PRODUCT_TILE)) for width in (2 * i, d))
         self.launch(
-            "grouped.gate_up", weights.experts_w13, b.q8_rows, b.offsets, b.order, b.shares, b.hidden, e, k, d, i,
+            "grouped.gate_up", weights.experts_w13, b.q8_rows, b.offsets, b.order, b.shares, b.hidden, own, k, d, i,
             spec.swiglu_limit, chunk_width(d, GATE_UP_CHUNK), grid=(gate_up, 1),
         )  # fmt: skip
         self.launch(
-            "grouped.down", weights.experts_w2, b.hidden, b.offsets, b.order, b.parts, e, d, i, chunk_width(i),
+            "grouped.down", weights.experts_w2, b.hidden, b.offsets, b.order, b.parts, own, d, i, chunk_width(i),
             grid=(down, 1),
         )  # fmt: skip
         self.project("shared_gate_up", weights.shared_gate_up, b.q8_rows, b.shared)
         grid = (-(-i // chunk_rows.SPAN), n)
         self.launch("chunk.swiglu", b.shared, b.shared_rows, i, spec.swiglu_limit, grid=grid)
         self.project("shared_down", weights.shared_down, b.shared_rows, b.last)
+        return self.k.sum_experts(b.parts, b.experts, e, k, f"the experts' output of {weights.name}")
 
     def drafter_windows(self) -> None:
         """The drafter's window rows of the last rows, from their taps."""

@@ -84,7 +84,7 @@ class PromptRows:
     def logits(self, count: int) -> np.ndarray:
         """float32 [count, V] of the rows that `exact` ran last; waits for them."""
         m = self.model
-        k = Launches(self.device.launch, m.spec, self.rows, count)
+        k = Launches(self.device.launch, m.spec, self.rows, count, m.rank)
         step_walk.head(k, m, m.work.logits)
         raw = self.device.download(m.work.logits, 4 * count * m.spec.vocab_size)
         return raw.view(np.float32).reshape(count, -1)
@@ -98,7 +98,7 @@ class PromptRows:
         table[:] = prompt_rows(slot, start, ids, decoder_start, self.model.spec.sliding_window)
         self.device.copy_async(self.rows.table, table.ctypes.data, TABLE_BYTES)
         self._events[place] = self.device.record()
-        return Launches(self.device.launch, self.model.spec, self.rows, len(ids))
+        return Launches(self.device.launch, self.model.spec, self.rows, len(ids), self.model.rank)
 
     def _carry(self, slot: int, start: int, count: int, residual: Residual) -> None:
         window = self.model.spec.sliding_window

@@ -1,10 +1,15 @@
-"""Several ranks: access to each other's memory, and sums over all of them by push and join (kernels/reduce.py).
+"""Several ranks: what part of the model's work each does, and sums over all of them (kernels/reduce.py).
 
     ranks = Ranks([device0, device1])
-    total = ranks.exchange(elements)
-    total.push(rank, part)        of every rank, on its own stream
-    total.join(rank, out)         out = sum over ranks, the same bits on each
-    ranks.check({3: "attention output of layer 2"})
+    ranks.rank(1).part(384)                (192, 192): the second half of the experts
+    ranks.prepare(spec, rows)
+    total = ranks.exchange(rows, width)
+    total.push(rank, part)                 of every rank, on its own stream
+    total.join(rank, out)                  out = sum over ranks, the same bits on each
+    ranks.check()
+
+Heads, their groups and the head's rows are cut where kernels can take the parts, experts by number; streams, caches,
+indexer, router and the shared expert are whole on every rank, so that all of them choose the same, bit for bit.
 
 The same device may stand for several ranks: then all pushes must be queued before the first join, because a join waits
 on the device for what comes behind it. A join that waits in vain ends after BOUND_US and leaves a fault word.
@@ -12,19 +17,56 @@ on the device for what comes behind it. A join that waits in vain ends after BOU
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dsuf.errors import DeviceError
+from dsuf.kernels import pack
+from dsuf.kernels.latents import MOST_ROWS
 from dsuf.kernels.reduce import MOST_BLOCKS, MOST_RANKS, PIECE, THREADS, inbox_bytes
+from dsuf.spec import Spec
 
 if TYPE_CHECKING:
     from dsuf.engine.gpu.device import Device
 
 BOUND_US = 2_000_000  # a step is milliseconds; a rank that is this late is gone
+Launch = Callable[..., None]  # (name, *arguments, grid=(x, y))
 KIND = "exchange"
+LEAST_ROWS = 6  # of an exchange; the next ones have twice, four times, ... as many
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One of `count` ranks; `ranks` is its way to the others."""
+
+    index: int = 0
+    count: int = 1
+    ranks: Ranks | None = field(default=None, compare=False, repr=False)
+
+    def part(self, size: int, unit: int = 1) -> tuple[int, int]:
+        """(first, how many) of `size` things, in whole units: equal parts, or all of them where there are none."""
+        if size % (unit * self.count):
+            return 0, size
+        mine = size // self.count
+        return self.index * mine, mine
+
+    def share(self, spec: Spec) -> Spec:
+        """The spec with this rank's heads and groups, if wo_b can take the groups' columns, and rows of the head."""
+        mine = spec.o_groups // self.count * spec.o_lora_rank
+        unit = pack.FP8_CHUNK if mine >= pack.WIDE_K else pack.SMALL_CHUNK
+        parts = 1 if spec.o_groups % self.count or mine % unit else self.count
+        return replace(
+            spec,
+            num_attention_heads=spec.num_attention_heads // parts,
+            o_groups=spec.o_groups // parts,
+            vocab_size=self.part(spec.vocab_size, pack.ROWS)[1],
+        )
+
+
+ALONE = Rank()
 
 
 class Ranks:
@@ -34,14 +76,19 @@ class Ranks:
         if not 1 <= len(devices) <= MOST_RANKS:
             raise DeviceError(f"{len(devices)} ranks were asked for; the exchange is made for 1 to {MOST_RANKS}.")
         self.devices, self.bound_us = list(devices), bound_us
-        self.several = len({id(device) for device in devices}) > 1
+        self.several = len({device.index for device in devices}) > 1
         self.faults = [device.pinned(4).view(np.uint32) for device in self.devices]
         self._exchanges: dict[int, Exchange] = {}
+        self._sums: list[str] = ["a sum"]  # by code
         if self.several:
             for device in self.devices:
                 for other in self.devices:
-                    if other is not device:
+                    if other.index != device.index:
                         device.see(other)
+
+    def rank(self, index: int) -> Rank:
+        """One of them."""
+        return Rank(index, len(self.devices), self)
 
     def device(self, rank: int) -> Device:
         """The rank's device, made current in this thread."""
@@ -49,19 +96,29 @@ class Ranks:
             self.devices[rank].make_current()
         return self.devices[rank]
 
-    def exchange(self, elements: int) -> Exchange:
-        """Sums of so many bf16 elements; one for each size, shared by all sums that follow each other in a step."""
-        if elements not in self._exchanges:
-            self._exchanges[elements] = Exchange(self, elements)
-        return self._exchanges[elements]
+    def prepare(self, spec: Spec, rows: int) -> None:
+        """Take memory for everything that steps and prompt passes of up to `rows` rows exchange, before any of it."""
+        for width, most in ((spec.hidden_size, rows), (2 * self.rank(0).share(spec).vocab_size, MOST_ROWS)):
+            for room in _rooms(most, width):
+                if room not in self._exchanges:
+                    self._exchanges[room] = Exchange(self, room)
 
-    def check(self, sums: Mapping[int, str]) -> None:
-        """Raise DeviceError if a join gave up; `sums` names the codes that joins were given."""
+    def exchange(self, rows: int, width: int) -> Exchange:
+        """For parts of so many rows of `width` bf16 elements."""
+        return self._exchanges[_rooms(rows, width)[-1]]
+
+    def code(self, what: str) -> int:
+        """The number that stands for a sum in a fault word."""
+        if what not in self._sums:
+            self._sums.append(what)
+        return self._sums.index(what)
+
+    def check(self) -> None:
+        """Raise DeviceError if a join gave up."""
         for rank, fault in enumerate(self.faults):
             word = int(fault[0])
             if word:
-                code, missing = word >> 8, (word & 0xFF) - 1
-                what = sums.get(code, f"sum {code}")
+                what, missing = self._sums[word >> 8], (word & 0xFF) - 1
                 raise DeviceError(
                     f"rank {rank} waited {self.bound_us / 1e6:g} s for rank {missing} in {what} "
                     f"(reduce.join on GPU {self.devices[rank].index}). GPU {self.devices[missing].index} hangs or its "
@@ -70,32 +127,64 @@ class Ranks:
 
 
 class Exchange:
-    """Inboxes and epochs for sums of one size."""
+    """Inboxes and epochs for parts of up to `room` bf16 elements. Of the calls `launch` is the rank's own device's, or
+    stands for it, and `elements` how many there are, a multiple of 8; 0: all.
+    """
 
-    def __init__(self, ranks: Ranks, elements: int) -> None:
-        if elements % PIECE:
-            raise DeviceError(f"a sum of {elements} elements; expected a multiple of {PIECE}.")
-        self.ranks, self.elements, count = ranks, elements, len(ranks.devices)
-        self.grid = (min(MOST_BLOCKS, -(-elements // (PIECE * THREADS))), 1)
-        size = inbox_bytes(count, elements)
-        self._inboxes = [_zeroed(ranks.device(rank), size) for rank in range(count)]
-        self._epochs = [_zeroed(ranks.device(rank), 4 * MOST_BLOCKS) for rank in range(count)]
-        for rank in range(count):
+    def __init__(self, ranks: Ranks, room: int) -> None:
+        if room % PIECE:
+            raise DeviceError(f"a sum of {room} elements; expected a multiple of {PIECE}.")
+        self.ranks, self.room, self.count = ranks, room, len(ranks.devices)
+        self.grid = (min(MOST_BLOCKS, -(-room // (PIECE * THREADS))), 1)
+        size = inbox_bytes(self.count, room)
+        self._inboxes = [_zeroed(ranks.device(rank), size) for rank in range(self.count)]
+        self._epochs = [_zeroed(ranks.device(rank), 4 * MOST_BLOCKS) for rank in range(self.count)]
+        for rank in range(self.count):
             ranks.device(rank).synchronize()
 
-    def push(self, rank: int, part: int) -> None:
-        """Send this rank's part, bf16 [elements], to every rank."""
-        inboxes = self._inboxes + [0] * (MOST_RANKS - len(self._inboxes))
-        self.ranks.device(rank).launch(
-            "reduce.push", part, self._epochs[rank], rank, len(self._inboxes), self.elements, *inboxes, grid=self.grid
+    def push(self, rank: int, part: int, elements: int = 0, launch: Launch | None = None) -> None:
+        """Send this rank's part to every rank."""
+        self._launch(rank, launch)("reduce.push", part, *self._to_all(rank, elements), grid=self.grid)
+
+    def push_experts(
+        self, rank: int, parts: int, experts: int, own: tuple[int, int], k: int, width: int, elements: int,
+        launch: Launch | None = None,
+    ) -> None:  # fmt: skip
+        """Send the sum over each row's slots whose expert is one of own = (first, how many)."""
+        self._launch(rank, launch)(
+            "reduce.push_experts", parts, experts, *own, k, width, *self._to_all(rank, elements), grid=self.grid
         )
 
-    def join(self, rank: int, out: int, code: int = 0) -> None:
-        """out bf16 [elements] = sum of all ranks' parts; `code` names the sum in a fault word."""
-        self.ranks.device(rank).launch(
-            "reduce.join", self._inboxes[rank], self._epochs[rank], out, self.ranks.faults[rank].ctypes.data,
-            len(self._inboxes), self.elements, self.ranks.bound_us, code, grid=self.grid,
-        )  # fmt: skip
+    def join(self, rank: int, out: int, code: int = 0, elements: int = 0, launch: Launch | None = None) -> None:
+        """out = sum of all ranks' parts; `code` names the sum in a fault word."""
+        inbox, sizes, last = self._from_all(rank, elements, code)
+        self._launch(rank, launch)("reduce.join", *inbox[:2], out, inbox[2], *sizes, *last, grid=self.grid)
+
+    def join_rows(self, rank: int, out: int, mine: int, code: int, elements: int, launch: Launch | None = None) -> None:
+        """out = rows of all ranks' parts, `mine` float32 each, beside each other."""
+        inbox, sizes, last = self._from_all(rank, elements, code)
+        self._launch(rank, launch)("reduce.join_rows", *inbox[:2], out, inbox[2], *sizes, mine, *last, grid=self.grid)
+
+    def _launch(self, rank: int, launch: Launch | None) -> Launch:
+        return launch or self.ranks.device(rank).launch
+
+    def _to_all(self, rank: int, elements: int) -> tuple[int, ...]:
+        nobody = (0,) * (MOST_RANKS - self.count)
+        return (self._epochs[rank], rank, self.count, elements or self.room, self.room, *self._inboxes, *nobody)
+
+    def _from_all(self, rank: int, elements: int, code: int) -> tuple[tuple[int, ...], ...]:
+        """(inbox, epochs, fault word), sizes, (bound, code)."""
+        ranks = self.ranks
+        inbox = (self._inboxes[rank], self._epochs[rank], ranks.faults[rank].ctypes.data)
+        return inbox, (self.count, elements or self.room, self.room), (ranks.bound_us, code)
+
+
+def _rooms(rows: int, width: int) -> list[int]:
+    """Elements of the exchanges that up to so many rows need; the last one holds them all."""
+    rooms = [LEAST_ROWS * width]
+    while rooms[-1] < rows * width:
+        rooms.append(2 * rooms[-1])
+    return rooms
 
 
 def _zeroed(device: Device, size: int) -> int:

@@ -243,7 +243,7 @@ class StepGraphs:
 
     def _draft_walk(self, bucket: Bucket, launch: Any) -> None:
         block = self.model.spec.dspark_block_size
-        k = Launches(launch, self.model.spec, self.draft_rows, bucket.groups * block)
+        k = Launches(launch, self.model.spec, self.draft_rows, bucket.groups * block, self.model.rank)
         draft_walk.draft(k, self.model, self._batch(bucket))
         if self._injected is not None:
             launch("inject", self.draft_rows.table, self.model.work.drafts, *self._injected, grid=(1, 1))
@@ -253,7 +253,7 @@ class StepGraphs:
 
     def _verify_walk(self, bucket: Bucket, launch: Any) -> None:
         m, w = self.model, self.model.work
-        k = Launches(launch, m.spec, self.rows, bucket.rows)
+        k = Launches(launch, m.spec, self.rows, bucket.rows, m.rank)
         table, draft_table = self.rows.table, self.draft_rows.table if bucket.groups else 0
         launch(
             "rows.verify", self.slots, self._table, bucket.count, draft_table, w.drafts, w.confidence,

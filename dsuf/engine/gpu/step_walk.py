@@ -7,6 +7,9 @@ is an address that never changes; which rows are live, where they stand and whos
 
 The seam before a sublayer unfolds the output of the one before, folds, norms and quantises; `Residual` keeps which of
 the two stream buffers and coefficient sums is current.
+
+With several ranks each walks its own heads and experts, and `sum_heads` and `sum_experts` make one output of all parts;
+everything else each does for itself, from the same bits (ranks.py).
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import Any
 
 from dsuf.engine.gpu.buffers import Workspace
 from dsuf.engine.gpu.launches import Launches, Pool
+from dsuf.engine.gpu.ranks import ALONE, Rank
 from dsuf.kernels.mixes import FIRST, FOLDED
 from dsuf.layout import SourceLayout
 from dsuf.spec import LayerRole, Spec
@@ -54,6 +58,7 @@ class Model:
     pad_class: int  # of Engram's pad token
     expert_counter: int = 0  # address of a uint64, 0: not counted
     draft_expert_counter: int = 0
+    rank: Rank = ALONE
 
 
 class Residual:
@@ -137,21 +142,21 @@ def layer_walk(k: Launches, m: Model, residual: Residual, layer: int, *, compres
     weights, role = m.weights.layers[layer], m.spec.layers[layer]
     attention(k, m, role, compress=compress)
     residual.after_attention(weights)
-    moe(k, m, weights, m.spec.n_routed_experts, m.spec.num_experts_per_tok, m.expert_counter)
+    parts = moe(k, m, weights, m.spec.n_routed_experts, m.spec.num_experts_per_tok, m.expert_counter)
     if layer + 1 < m.spec.num_hidden_layers:
-        to_next(k, m, residual, layer + 1)
+        to_next(k, m, residual, layer + 1, parts)
     else:
-        residual.after_experts(m.spec.num_experts_per_tok, weights, m.weights.norm)
+        residual.after_experts(parts, weights, m.weights.norm)
 
 
-def to_next(k: Launches, m: Model, residual: Residual, layer: int) -> None:
-    """Attention input of `layer` from the experts' output of the one before: Engram and tap stand here."""
-    weights, role, slots = m.weights.layers[layer], m.spec.layers[layer], m.spec.num_experts_per_tok
+def to_next(k: Launches, m: Model, residual: Residual, layer: int, parts: int) -> None:
+    """Attention input of `layer` from the experts' output before it, `parts` a row: Engram and tap stand here."""
+    weights, role = m.weights.layers[layer], m.spec.layers[layer]
     tap = tap_of(m, layer)
     if role.engram is None:
-        residual.after_experts(slots, weights, weights.attn_norm, tap)
+        residual.after_experts(parts, weights, weights.attn_norm, tap)
         return
-    residual.after_experts(slots, weights, weights.attn_norm)
+    residual.after_experts(parts, weights, weights.attn_norm)
     engram(k, m, residual, layer)
     residual.again(weights, tap)
 
@@ -165,10 +170,7 @@ def tap_of(m: Model, layer: int) -> int:
 def engram(k: Launches, m: Model, residual: Residual, layer: int) -> None:
     """Table rows, their keys and value, and the gated value into the streams."""
     w, c, weights = m.work, m.caches, m.weights.layers[layer]
-    k.gather(
-        c.history, c.history_slots, weights.engram_constants, weights.engram_table, weights.engram_table_scales,
-        w.engram_codes, w.engram_scales, m.pad_class,
-    )  # fmt: skip
+    k.gather(c.history, c.history_slots, weights, w.engram_codes, w.engram_scales, m.pad_class)
     k.project("engram_wkv", weights.engram_wkv, w.engram_codes, w.engram_scales, w.engram_kv)
     k.add_engram(residual.streams, w.engram_kv, weights.engram_qk)
 
@@ -203,10 +205,11 @@ def queries(k: Launches, m: Model, weights: Any, table: int, window: int) -> Non
 
 def output(k: Launches, m: Model, weights: Any) -> None:
     """work.o -> work.last."""
-    w, spec = m.work, m.spec
+    w, share = m.work, k.share
     k.project("wo_a", weights.wo_a, w.o, 0, w.y)
-    k.quantise(w.y, w.y_codes, w.y_scales, spec.o_groups * spec.o_lora_rank)
+    k.quantise(w.y, w.y_codes, w.y_scales, share.o_groups * share.o_lora_rank)
     k.project("wo_b", weights.wo_b, w.y_codes, w.y_scales, w.last)
+    k.sum_heads(w.last, f"the attention output of {weights.name}")
 
 
 def compress_rows(k: Launches, m: Model, role: LayerRole) -> None:
@@ -233,15 +236,16 @@ def select(k: Launches, m: Model, role: LayerRole, table: int) -> None:
     k.select(w.scores, w.best, w.best32, w.capacity, source, mapped, w.selected, w.chosen, blocks)
 
 
-def moe(k: Launches, m: Model, weights: Any, experts: int, per_token: int, counter: int) -> None:
-    """work.x -> work.parts (routed experts) and work.last (the shared one)."""
+def moe(k: Launches, m: Model, weights: Any, experts: int, per_token: int, counter: int) -> int:
+    """work.x -> work.parts (routed experts; how many of a row) and work.last (the shared one)."""
     w = m.work
     k.scores(weights.gate, w.x, w.gate, experts)
     k.route(w.gate, weights.gate_bias, experts, per_token, w.experts, w.shares, w.plan, counter)
     routed, shared = (weights.experts_w13, weights.experts_w2), (weights.shared_gate_up, weights.shared_down)
     k.expert_products(routed, shared, w.x_half, w.plan, w.shares, w.h, (w.parts, w.last), per_token)
+    return k.sum_experts(w.parts, w.experts, experts, per_token, f"the experts' output of {weights.name}")
 
 
 def head(k: Launches, m: Model, logits: int) -> None:
     """work.x -> logits float32 [R, V]."""
-    k.project("head", m.weights.head, m.work.x, 0, logits)
+    k.head(m.weights.head, m.work.x, logits)

@@ -17,7 +17,7 @@ import numpy as np
 
 from dsuf import formats
 from dsuf.engine.gpu.weight_plan import PAIR_TILES, Part
-from dsuf.engine.gpu.weights import Progress, Weights, fp8_share, quantised
+from dsuf.engine.gpu.weights import Progress, Weights, fp8_share, quantised, share
 from dsuf.kernels import pack
 from dsuf.kernels.experts import GATE_UP_CHUNK
 
@@ -128,10 +128,7 @@ class Loader:
 
     def _plain(self, part: Part, at: int) -> Iterator[_Piece]:
         for name in part.tensors:
-            raw = self.checkpoint.raw(name).reshape(-1).view(np.uint8)
-            if part.split is not None:
-                first = part.first * self.checkpoint.info(name).shape[1]
-                raw = raw[first : first + part.n]
+            raw = share(name, part, self.checkpoint)
             for begin in range(0, raw.size, self._size):
                 yield self._plain_piece(raw[begin : begin + self._size], at)
                 at += min(self._size, raw.size - begin)
@@ -156,9 +153,7 @@ class Loader:
     def _bf16(self, part: Part, at: int) -> Iterator[_Piece]:
         chunk, first = pack.chunk_width(part.k, pack.BF16_CHUNK), 0
         for name in part.tensors:
-            bits = self.checkpoint.raw(name)
-            if part.split is not None:
-                bits = bits[part.first : part.first + part.n]
+            bits = share(name, part, self.checkpoint)
             for begin, end in self._runs(bits):
                 arguments = (at, end - begin, part.k, chunk, first + begin // pack.ROWS)
                 yield self._packing("pack.bf16", (bits[begin:end],), arguments, part)

@@ -8,17 +8,18 @@
     w2       for each expert pack.pack_fp4                       routed experts
     qk       float32 q_weight * k_weight                         Engram's gate
 
-Split over R ranks: attention by heads (rows of wq_b, groups of wo_a, columns of wo_b), routed experts by number, the
-shared expert by width, the head by rows, Engram tables by rows; the rest, the indexer with it, is whole on every rank.
-What cannot be split into tiles of a kernel stays whole.
+Split over R ranks: attention by heads (rows of wq_b, sinks, groups of wo_a, columns of wo_b), routed experts by number,
+the head by rows, Engram tables by rows; the rest, indexer and shared expert with it, is whole on every rank. What
+cannot be split into tiles of a kernel stays whole (ranks.Rank says what that is).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from dsuf.engine.gpu.ranks import Rank
 from dsuf.kernels import pack
 from dsuf.kernels.experts import GATE_UP_CHUNK
 from dsuf.spec import Spec
@@ -40,7 +41,7 @@ class Part:
     n: int  # rows of all matrices together, or bytes for plain
     k: int = 1
     experts: int = 0  # of this rank
-    first: int = 0  # expert or row of this rank's share
+    first: int = 0  # expert, row, column or (plain) byte with which this rank's share begins
     split: Split | None = None
 
     @property
@@ -61,19 +62,19 @@ class Part:
 
 def plan(spec: Spec, *, rank: int = 0, ranks: int = 1) -> list[Part]:
     """All buffers of a rank, Engram tables included, in the order of the checkpoint."""
-    share = _Share(rank, ranks)
-    width = spec.hidden_size
+    one, width = Rank(rank, ranks), spec.hidden_size
+    head = Part("", "head", "head", "bf16", ("head.weight",), spec.vocab_size, width)
     parts = [
         Part("", "embed", "embedding", "plain", ("embed.weight",), 2 * spec.vocab_size * width),
-        share.rows(Part("", "head", "head", "bf16", ("head.weight",), spec.vocab_size, width)),
+        _cut(head, one, one.share(spec).vocab_size),
         Part("", "norm", "dense", "plain", ("norm.weight",), 2 * width),
     ]
     for layer in range(spec.num_hidden_layers):
-        parts += _block(spec, f"layers.{layer}", "", spec.n_routed_experts, share)
+        parts += _block(spec, f"layers.{layer}", "", spec.n_routed_experts, one)
         parts += _sources(spec, layer)
-        parts += _engram(spec, layer, share)
+        parts += _engram(spec, layer, one)
     for stage in range(spec.num_nextn_predict_layers):
-        parts += _block(spec, f"mtp.{stage}", "drafter ", spec.dspark_n_routed_experts, share)
+        parts += _block(spec, f"mtp.{stage}", "drafter ", spec.dspark_n_routed_experts, one)
     return parts + list(_drafter(spec))
 
 
@@ -85,36 +86,18 @@ def bytes_by_kind(parts: list[Part]) -> dict[str, int]:
     return total
 
 
-@dataclass(frozen=True)
-class _Share:
-    """Cuts a part down to a rank's share where tiles allow it."""
-
-    rank: int
-    ranks: int
-
-    def rows(self, part: Part, unit: int = pack.ROWS, split: Split = "rows") -> Part:
-        return self._cut(part, "n", unit, split)
-
-    def columns(self, part: Part) -> Part:
-        mine = part.k // self.ranks
-        return self._cut(part, "k", pack.FP8_CHUNK if mine >= pack.WIDE_K else pack.SMALL_CHUNK, "columns")
-
-    def experts(self, part: Part) -> Part:
-        return self._cut(part, "experts", 1, "experts")
-
-    def _cut(self, part: Part, field: str, unit: int, split: Split) -> Part:
-        size = getattr(part, field)
-        if self.ranks == 1 or size % (unit * self.ranks):
-            return part
-        mine = size // self.ranks
-        return Part(**{**vars(part), field: mine, "first": self.rank * mine, "split": split})
+def _cut(part: Part, rank: Rank, mine: int, field: str = "n", split: Split = "rows") -> Part:
+    """The rank's `mine` rows (columns, experts) of a part, where that is not all of them."""
+    if mine == getattr(part, field):
+        return part
+    return replace(part, **{field: mine, "first": rank.index * mine, "split": split})
 
 
-def _block(spec: Spec, owner: str, prefix: str, experts: int, share: _Share) -> Iterator[Part]:
+def _block(spec: Spec, owner: str, prefix: str, experts: int, rank: Rank) -> Iterator[Part]:
     """What every layer and every drafter stage has."""
-    width, q, d = spec.hidden_size, spec.q_lora_rank, spec.head_dim
+    width, q, d, mine = spec.hidden_size, spec.q_lora_rank, spec.head_dim, rank.share(spec)
     heads, inner = spec.num_attention_heads * d, spec.moe_intermediate_size
-    mid = spec.o_groups * spec.o_lora_rank
+    mid, mine_mid = spec.o_groups * spec.o_lora_rank, mine.o_groups * spec.o_lora_rank
     dense, routed = prefix + "dense", prefix + "experts"
 
     def plain(name: str, nbytes: int, *tensors: str) -> Part:
@@ -126,10 +109,10 @@ def _block(spec: Spec, owner: str, prefix: str, experts: int, share: _Share) -> 
     yield fp8("wq_a_wkv", q + d, width, "attn.wq_a", "attn.wkv")
     yield plain("q_norm", 2 * q, "attn.q_norm.weight")
     yield plain("kv_norm", 2 * d, "attn.kv_norm.weight")
-    yield share.rows(fp8("wq_b", heads, q, "attn.wq_b"), unit=heads // spec.o_groups)
-    yield share.rows(fp8("wo_a", mid, heads // spec.o_groups, "attn.wo_a"), unit=spec.o_lora_rank, split="groups")
-    yield share.columns(fp8("wo_b", width, mid, "attn.wo_b"))
-    yield plain("attn_sink", 4 * spec.num_attention_heads, "attn.attn_sink")
+    yield _cut(fp8("wq_b", heads, q, "attn.wq_b"), rank, mine.num_attention_heads * d)
+    yield _cut(fp8("wo_a", mid, heads // spec.o_groups, "attn.wo_a"), rank, mine_mid, split="groups")
+    yield _cut(fp8("wo_b", width, mid, "attn.wo_b"), rank, mine_mid, "k", "columns")
+    yield _cut(plain("attn_sink", 4 * spec.num_attention_heads, "attn.attn_sink"), rank, 4 * mine.num_attention_heads)
     yield plain("attn_norm", 2 * width, "attn_norm.weight")
     yield plain("ffn_norm", 2 * width, "ffn_norm.weight")
     for part in ("attn", "ffn"):
@@ -139,14 +122,11 @@ def _block(spec: Spec, owner: str, prefix: str, experts: int, share: _Share) -> 
         yield plain(f"hc_{part}_scale", 12, f"hc_{part}_scale")
     yield Part(owner, "gate", dense, "bf16", (f"{owner}.ffn.gate.weight",), experts, width)
     yield plain("gate_bias", 8 * experts, "ffn.gate.bias", "ffn.gate.bias_vl")
-    expert = f"{owner}.ffn.experts"
-    yield share.experts(Part(owner, "experts_w13", routed, "w13", (expert,), 2 * inner, width, experts))
-    yield share.experts(Part(owner, "experts_w2", routed, "w2", (expert,), width, inner, experts))
-    shared = ("ffn.shared_experts.w1", "ffn.shared_experts.w3")
-    gate_up = fp8("shared_gate_up", 2 * inner, width, *shared)
-    down = share.columns(fp8("shared_down", width, inner, "ffn.shared_experts.w2"))
-    yield gate_up if down.split is None else share.rows(gate_up)
-    yield down
+    expert, own = f"{owner}.ffn.experts", rank.part(experts)[1]
+    for name, layout, n, k in (("experts_w13", "w13", 2 * inner, width), ("experts_w2", "w2", width, inner)):
+        yield _cut(Part(owner, name, routed, layout, (expert,), n, k, experts), rank, own, "experts", "experts")
+    yield fp8("shared_gate_up", 2 * inner, width, "ffn.shared_experts.w1", "ffn.shared_experts.w3")
+    yield fp8("shared_down", width, inner, "ffn.shared_experts.w2")
 
 
 def _sources(spec: Spec, layer: int) -> Iterator[Part]:
@@ -166,17 +146,18 @@ def _sources(spec: Spec, layer: int) -> Iterator[Part]:
         yield Part(owner, "index_weights", "dense", "bf16", (f"{attn}indexer.weights_proj.weight",), heads, width)
 
 
-def _engram(spec: Spec, layer: int, share: _Share) -> Iterator[Part]:
+def _engram(spec: Spec, layer: int, rank: Rank) -> Iterator[Part]:
     ordinal, owner, width = spec.layers[layer].engram, f"layers.{layer}", spec.hidden_size
     if ordinal is None:
         return
     gathered, columns = spec.engram_columns * spec.engram_head_dim, spec.engram_head_dim
     rows = spec.engram_num_embeddings[ordinal]
-    first, mine = row_share(rows, share.rank, share.ranks)
-    split: Split | None = "rows" if share.ranks > 1 else None
+    first, mine = row_share(rows, rank.index, rank.count)
+    split: Split | None = "rows" if rank.count > 1 else None
     table = f"{owner}.engram.embed"
     for name, tensor, size in (("engram_table", "weight", columns), ("engram_table_scales", "scale", columns // 32)):
-        yield Part(owner, name, "engram tables", "plain", (f"{table}.{tensor}",), mine * size, 1, 0, first, split)
+        tensors = (f"{table}.{tensor}",)
+        yield Part(owner, name, "engram tables", "plain", tensors, mine * size, first=first * size, split=split)
     yield Part(owner, "engram_wkv", "dense", "fp8", (f"{owner}.engram.wkv",), width * (spec.hc_mult + 1), gathered)
     tensors = (f"{owner}.engram.q_weight", f"{owner}.engram.k_weight")
     yield Part(owner, "engram_qk", "dense", "qk", tensors, spec.hc_mult, width)

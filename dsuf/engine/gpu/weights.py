@@ -40,6 +40,7 @@ TABLES = ("engram_table", "engram_table_scales")  # placed by engram_tables.py
 class BlockWeights:
     """Addresses of one layer or drafter stage."""
 
+    name: str = ""  # as in the checkpoint: layers.3, mtp.0
     attn_norm: int = 0
     ffn_norm: int = 0
     q_norm: int = 0
@@ -72,6 +73,8 @@ class BlockWeights:
     engram_table: int = 0
     engram_table_scales: int = 0
     engram_constants: int = 0
+    engram_tables: int = 0  # of several ranks: int64 [ranks, 2], each one's rows and scales
+    engram_rows: int = 0  # of a rank
 
 
 @dataclass
@@ -105,8 +108,8 @@ class Weights:
         [vocabulary], ropes up to `positions`, hash constants. Raises DeviceError when it does not fit.
         """
         weights = cls(device, spec, plan(spec, rank=rank, ranks=ranks))
-        weights.layers = [BlockWeights() for _ in spec.layers]
-        weights.stages = [BlockWeights() for _ in range(spec.num_nextn_predict_layers)]
+        weights.layers = [BlockWeights(f"layers.{number}") for number in range(len(spec.layers))]
+        weights.stages = [BlockWeights(f"mtp.{number}") for number in range(spec.num_nextn_predict_layers)]
         for part in weights.parts:
             if part.name not in TABLES:
                 setattr(weights.owner(part), part.name, device.allocate(part.nbytes, f"weights, {part.kind}"))
@@ -153,15 +156,12 @@ class Weights:
 def packed(part: Part, checkpoint: Checkpoint, chip: str) -> np.ndarray:
     """A part as bytes, uint8 [nbytes], in NumPy: the slow statement of what the device makes."""
     if part.layout == "plain":
-        raw = np.concatenate([_bytes(checkpoint.raw(name)) for name in part.tensors])
-        if part.split is None:
-            return raw
-        return raw[part.first * checkpoint.raw(part.tensors[0]).shape[1] :][: part.n]
+        return np.concatenate([share(name, part, checkpoint) for name in part.tensors])
     if part.layout == "qk":
         q, k = (formats.bf16_to_float32(checkpoint.raw(name)) for name in part.tensors)
         return _bytes(q * k)
     if part.layout == "bf16":
-        return _bytes(pack.pack_bf16(_shared(np.concatenate([checkpoint.raw(name) for name in part.tensors]), part)))
+        return _bytes(pack.pack_bf16(np.concatenate([share(name, part, checkpoint) for name in part.tensors])))
     if part.layout == "fp8":
         return _bytes(np.concatenate([pack.pack_fp8(*fp8_share(name, part, checkpoint)) for name in part.tensors]))
     experts = range(part.first, part.first + part.experts)
@@ -202,13 +202,16 @@ def fp8_share(name: str, part: Part, checkpoint: Checkpoint) -> tuple[np.ndarray
     if part.split == "columns":
         columns = slice(part.first, part.first + part.k)
         return codes[:, columns], scales[:, part.first // 32 : (part.first + part.k) // 32]
-    count = len(part.tensors)  # each matrix is cut alike: gate and up
-    first, size = part.first // count, part.n // count
-    return codes[first : first + size], scales[first // 32 : (first + size) // 32]
+    rows = slice(part.first, part.first + part.n)
+    return codes[rows], scales[part.first // 32 : (part.first + part.n) // 32]
 
 
-def _shared(bits: np.ndarray, part: Part) -> np.ndarray:
-    return bits if part.split is None else bits[part.first : part.first + part.n]
+def share(name: str, part: Part, checkpoint: Checkpoint) -> np.ndarray:
+    """This rank's rows of a tensor that is not quantised; of a plain part its bytes."""
+    raw = checkpoint.raw(name)
+    if part.layout == "plain":
+        raw = _bytes(raw)
+    return raw if part.split is None else raw[part.first : part.first + part.n]
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:
