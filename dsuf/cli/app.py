@@ -15,16 +15,19 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
-import typer
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+try:
+    import typer
 
-from dsuf import __version__
-from dsuf.cli import build, doctor, drain, repro, run, serve, synth
-from dsuf.cli.bench import compare, decode, kernels, kv, prefill
-from dsuf.cli.bench import serve as bench_serve
-from dsuf.errors import DsufError, EnvironmentProblem
+    from dsuf import __version__
+    from dsuf.cli import build, doctor, drain, repro, run, serve, synth
+    from dsuf.cli.bench import compare, decode, kernels, kv, prefill
+    from dsuf.cli.bench import serve as bench_serve
+    from dsuf.errors import DsufError, EnvironmentProblem
+except KeyboardInterrupt:
+    raise SystemExit(INTERRUPTED) from None
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 app = typer.Typer(
     name="dsuf",

@@ -17,6 +17,7 @@ from pathlib import Path
 import uvloop
 
 from dsuf import wire
+from dsuf.cli.child import start_deaf
 from dsuf.cli.kv import AgentProcess
 from dsuf.cli.live import progress, say
 from dsuf.cli.session import class_map_of
@@ -62,13 +63,8 @@ class EngineProcess:
             args=(self.socket_path, functools.partial(_open, self._options, self._kv_socket)),
             name="dsuf-engine",
         )
-        # Ctrl-C reaches every process of the terminal; the engine goes on until the web process has drained.
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
-            process.start()
-        finally:
-            signal.signal(signal.SIGINT, before)
-        self._process = process
+        self._process = process  # before it is there: an interrupt on the way leaves one that `stop` can end
+        start_deaf(process)  # it goes on until the web process has drained
 
     def keep(self, memory: str | int | float | None) -> None:
         """Hold host memory that the engine filled (a path under /proc), so that the next one need not fill it again."""
@@ -128,7 +124,7 @@ class EngineProcess:
 
     def stop(self) -> None:
         """End it: it stops by itself when the pipe is closed, else by SIGTERM, else by SIGKILL."""
-        if self._process is None:
+        if self._process is None or self._process.pid is None:
             return
         self._process.join(HANG_UP_S)
         for end in (self._process.terminate, self._process.kill):

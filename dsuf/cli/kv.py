@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dsuf import wire
+from dsuf.cli.child import start_deaf
 from dsuf.cli.live import say
 from dsuf.config import Environment
 from dsuf.errors import ConfigError, DsufError, EnvironmentProblem
@@ -149,10 +150,11 @@ class AgentProcess:
         """Start it; clients connect when it listens."""
         from dsuf.kv.process import serve_agent
 
-        self._process = multiprocessing.get_context("spawn").Process(
+        process = multiprocessing.get_context("spawn").Process(
             target=serve_agent, args=(self.options,), name="dsuf-kv-agent"
         )
-        self._process.start()
+        self._process = process  # before it is there: an interrupt on the way leaves one that `stop` can end
+        start_deaf(process)  # it goes on until the server has drained
 
     async def watch(self) -> None:
         """Start it anew whenever it dies; ends the server by SIGTERM when it never came up."""
@@ -186,7 +188,7 @@ class AgentProcess:
 
     def stop(self) -> None:
         """End it: by SIGTERM, else by SIGKILL."""
-        if self._process is None:
+        if self._process is None or self._process.pid is None:
             return
         for end in (self._process.terminate, self._process.kill):
             end()

@@ -110,3 +110,18 @@ def test_a_closed_stream_does_not_end_a_command(closed):
     )
     done = subprocess.run(["sh", "-c", f'"$0" -c "$1" {closed}', sys.executable, code], timeout=60, check=False)
     assert done.returncode == 5
+
+
+def test_an_interrupt_while_the_command_is_imported_ends_without_a_traceback():
+    code = (
+        "import builtins, sys\n"
+        "real = builtins.__import__\n"
+        "def interrupted(name, *rest):\n"
+        "    if name == 'typer':\n"
+        "        raise KeyboardInterrupt\n"
+        "    return real(name, *rest)\n"
+        "builtins.__import__ = interrupted\n"
+        "import dsuf.cli.app\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
