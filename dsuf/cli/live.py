@@ -28,13 +28,16 @@ def is_terminal() -> bool:
 def progress(label: str, unit: str = "") -> Iterator[Callable[[int, int], None]]:
     """A function `(done, total)` that shows how far `label` is, after the first second of work.
 
-    `unit` is "B" for bytes, else a word such as "steps". The bar is gone when the block ends.
+    `unit` is "B" for bytes, else a word such as "steps". The bar is gone when the block ends; a line says how long it
+    took, if it came to its end.
     """
     view = _Bar(label, unit) if is_terminal() else _Lines(label, unit)
     try:
         yield view.update
-    finally:
-        view.close()
+    except BaseException:
+        view.close(whole=False)
+        raise
+    view.close(whole=True)
 
 
 class _Lines:
@@ -49,11 +52,14 @@ class _Lines:
         now = time.monotonic()
         if now >= self.next_line:
             self.next_line = now + LINE_EVERY_S
-            say(f"{self.label}: {_amount(done, self.unit)} of {_amount(total, self.unit)}")
+            if self.unit == "B":
+                say(f"{self.label}: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB")
+            else:
+                say(f"{self.label}: {done:,} of {total:,} {self.unit}".rstrip())
 
-    def close(self) -> None:
+    def close(self, whole: bool) -> None:
         took_s = time.monotonic() - self.started
-        if took_s >= SILENT_FOR_S:
+        if whole and took_s >= SILENT_FOR_S:
             say(f"{self.label}: {took_s:.1f} s")
 
 
@@ -73,7 +79,7 @@ class _Bar:
             self.task = self.bar.add_task(self.label, total=total)
         self.bar.update(self.task, completed=done, total=total)
 
-    def close(self) -> None:
+    def close(self, whole: bool) -> None:
         if self.bar is not None:
             self.bar.stop()
 
@@ -87,7 +93,3 @@ def _start_bar(unit: str):  # noqa: ANN202 - rich.progress.Progress, imported la
     bar = Progress(*columns, console=Console(stderr=True), transient=True)
     bar.start()
     return bar
-
-
-def _amount(value: int, unit: str) -> str:
-    return f"{value / 1e6:,.0f} MB" if unit == "B" else f"{value:,} {unit}".rstrip()

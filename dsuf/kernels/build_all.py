@@ -93,6 +93,7 @@ def _build_missing(
 ) -> Iterator[tuple[str, str, str, Row]]:  # fmt: skip
     if not missing:
         return
+    others = set(multiprocessing.active_children())
     context = multiprocessing.get_context("spawn")  # a forked child would inherit compiler state
     pool = ProcessPoolExecutor(min(jobs, len(missing)), mp_context=context)
     chips: dict[str, list[str]] = {}
@@ -101,6 +102,10 @@ def _build_missing(
     try:
         for future in as_completed([pool.submit(_build_one, name, tuple(of), cache) for name, of in chips.items()]):
             yield from future.result()
+    except BaseException:
+        for worker in set(multiprocessing.active_children()) - others:
+            worker.terminate()  # in the middle of a kernel, which can take half a minute
+        raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)  # what stopped us need not wait for every kernel
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import time
 
 import pytest
 
@@ -82,3 +84,20 @@ def test_the_flag_wins_over_the_environment(environ, monkeypatch, flag, variable
 def test_an_unknown_chip_ends_with_2(capsys):
     assert run_command(["build", "--sm", "sm_90a,sm_42"]) == 2
     assert "'sm_42'; expected chips among sm_90a, sm_100a, sm_103a" in capsys.readouterr().err
+
+
+def never_done(name, chips, cache):
+    time.sleep(60)
+
+
+def test_an_interrupt_does_not_wait_for_the_kernels_that_are_compiled(monkeypatch, tmp_path):
+    monkeypatch.setattr(build_all, "_build_one", never_done)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 1.5)
+    begin = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            build_all.build_catalogue([("project", "sm_90a"), ("route", "sm_90a")], tmp_path, 2, print)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - begin < 30
