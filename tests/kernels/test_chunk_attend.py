@@ -1,4 +1,4 @@
-"""Attention of a chunk's rows against ops.attend in float64: private ring, few and many entries, pages out of order."""
+"""Attention of a chunk's rows against ops.attend in float64: private ring, few and many entries, every chip's body."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from dsuf.ops.numerics import NUMERICS
 from tests.kernels.helpers import assert_near, bf16, execute, values
 from tests.kernels.test_attend import turned
 
-WIDTHS = {"tiny": (4, 64, 16, 8, 8), "real": (64, 512, 64, 128, 512)}  # heads, d, rope, window, topk
+WIDTHS = {  # heads, d, rope, window, topk
+    "tiny": (4, 64, 16, 8, 8),
+    "narrow": (64, 128, 64, 8, 8),
+    "middle": (64, 256, 32, 8, 8),
+    "real": (64, 512, 64, 128, 512),
+}
+FORMS = ("sm_90a", "sm_103a")  # whose bodies differ; the second runs on the first chip too
 
 
 def natural(rows: np.ndarray) -> np.ndarray:
@@ -56,10 +62,10 @@ class Case:
         self.sink = rng.standard_normal(self.h).astype(np.float32)
         self.w = 10000.0 ** (-np.arange(0, self.rope, 2) / self.rope)
 
-    def run(self) -> np.ndarray:
+    def run(self, chip: str) -> np.ndarray:
         out, n = np.full(self.q.shape, 0x7FC0, np.uint16), len(self.codes)
         page = np.ascontiguousarray(np.concatenate([self.codes.reshape(n, -1), self.scales.reshape(n, -1)], axis=1))
-        kernel = family.make(h=self.h, d=self.d, rope=self.rope)
+        kernel = family.make(h=self.h, d=self.d, rope=self.rope, chip=chip)
         scales = page.ctypes.data + self.per_page * self.d // 2
         execute(kernel, [self.q, self.windows, 0, self.ring, self.selected, self.chosen, self.topk, self.pages,
                          self.pages.shape[1], page, scales, page.shape[1], max(self.ratio, 1), self.sequence,
@@ -81,13 +87,14 @@ class Case:
         return turned(formats.round_bf16(o).astype(float), place, self.w, -1)[0]
 
 
+@pytest.mark.parametrize("chip", FORMS)
 @pytest.mark.parametrize(("width", "ratio", "start", "rows"), [
     ("tiny", 0, 0, 3), ("tiny", 0, 70, 3), ("tiny", 2, 0, 9), ("tiny", 1, 300, 4), ("real", 2, 0, 2),
-    ("real", 1, 2000, 2), ("real", 2, 130, 1), ("real", 0, 127, 2),
+    ("real", 1, 2000, 1), ("real", 2, 130, 1), ("real", 0, 127, 2), ("narrow", 1, 90, 2), ("middle", 2, 300, 2),
 ])  # fmt: skip
-def test_attention_agrees_with_the_op(width: str, ratio: int, start: int, rows: int):
+def test_attention_agrees_with_the_op(width: str, ratio: int, start: int, rows: int, chip: str):
     case = Case(np.random.default_rng(ratio), width, ratio, start, rows, inactive=1 if rows > 3 else -1)
-    out = case.run()
+    out = case.run(chip)
     for row in range(rows):
         if case.sequence[row] < 0:
             assert (out[row] == 0x7FC0).all()
@@ -97,9 +104,10 @@ def test_attention_agrees_with_the_op(width: str, ratio: int, start: int, rows: 
         assert_near(values(out[row]), want, 2.0**-7, 2.0**-7 * np.abs(want).max())
 
 
-def test_a_row_does_not_depend_on_its_neighbours():
+@pytest.mark.parametrize("chip", FORMS)
+def test_a_row_does_not_depend_on_its_neighbours(chip: str):
     case = Case(np.random.default_rng(5), "tiny", 2, 38, 4)
-    together = case.run()
+    together = case.run(chip)
     for name in ("position", "sequence", "first", "last", "q", "chosen", "selected"):
         setattr(case, name, np.ascontiguousarray(getattr(case, name)[2:3]))
-    assert np.array_equal(case.run()[0], together[2])
+    assert np.array_equal(case.run(chip)[0], together[2])

@@ -84,6 +84,10 @@ def test_products_of_many_rows_use_the_chips_large_tensor_core_instructions(buil
         assert any(name.startswith("HGMMA") for name in instructions(one, tmp_path)), one.name
     for one in with_prefix(built, DENSE, BLACKWELL):
         assert any(name.startswith("UTC") and "MMA" in name for name in instructions(one, tmp_path)), one.name
+    for one in with_prefix(built, CHUNKS, BLACKWELL):
+        found = instructions(one, tmp_path)
+        assert any(name.startswith("HMMA.16816") for name in found), one.name
+        assert any(name.startswith("LDSM") for name in found), one.name
 
 
 def test_fp4_weights_are_converted_by_hardware_where_the_chip_can(built, tmp_path: Path):

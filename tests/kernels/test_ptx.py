@@ -28,6 +28,8 @@ def operations(group: str) -> dict[str, Op]:
     if group == "wgmma":
         made = [module.wgmma(n, kind) for n in (64, 128, 256) for kind in ("bf16", "e4m3")]
         found |= {op.name: op for op in [*made, module.wgmma_wait(64), module.zeros(64)]}
+    if group == "mma":
+        found |= {op.name: op for op in (module.mma_bf16_tiles(4), module.mma_bf16_tiles(8))}
     return found
 
 

@@ -8,6 +8,7 @@ holds rows (g, g, g+8, g+8) and columns 2t + (0, 1, 0, 1). For m16n8k32 with byt
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,6 +54,16 @@ def _product(lanes: Lanes, a: np.ndarray, b: np.ndarray, c: Sequence[Any]) -> tu
     return tuple(out)
 
 
+def _left(elements: np.ndarray) -> np.ndarray:
+    """Decoded A registers [warps, 32, 4, elements of a register] as [warps, 16, k]."""
+    per = elements.shape[-1]
+    left = np.zeros((len(elements), 16, 8 * per), elements.dtype)
+    for h in range(per):
+        for r in range(4):
+            left[:, _G + 8 * (r & 1), per * _T + h + 4 * per * (r >> 1)] = elements[:, :, r, h]
+    return left
+
+
 def _mma(name: str, kind: str, dtype: type, decode: Decoder) -> Op:
     per = 4 // np.dtype(dtype).itemsize  # elements of one register
     depth = 8 * per
@@ -60,10 +71,8 @@ def _mma(name: str, kind: str, dtype: type, decode: Decoder) -> Op:
     def twin(lanes: Lanes, a: Any, b: Any, c: Any) -> tuple[np.ndarray, ...]:
         lanes.whole_warps(name)
         ea, eb = decode(_elements(lanes, a, dtype)), decode(_elements(lanes, b, dtype))
-        left, right = np.zeros((len(ea), 16, depth)), np.zeros((len(ea), depth, 8))
+        left, right = _left(ea), np.zeros((len(eb), depth, 8))
         for h in range(per):
-            for r in range(4):
-                left[:, _G + 8 * (r & 1), per * _T + h + 4 * per * (r >> 1)] = ea[:, :, r, h]
             for r in range(2):
                 right[:, per * _T + h + 4 * per * r, _G] = eb[:, :, r, h]
         return _product(lanes, left, right, c)
@@ -77,6 +86,31 @@ mma_bf16 = _mma("mma_bf16", "bf16", np.uint16, decode_bf16)
 mma_f16 = _mma("mma_f16", "f16", np.uint16, decode_f16)
 # emulated with f16 products on sm_90a and sm_100a: exact, half the rate
 mma_e4m3 = _mma("mma_e4m3", "e4m3", np.uint8, decode_e4m3)
+
+
+@cache
+def mma_bf16_tiles(tiles: int) -> Op:
+    """m16n8k16 of one A and so many B side by side (two registers each): (A, B, acc of 4 registers a tile) -> acc."""
+
+    def twin(lanes: Lanes, a: Any, b: Any, acc: Any) -> tuple[np.ndarray, ...]:
+        lanes.whole_warps("mma_bf16_tiles")
+        left, right = _left(decode_bf16(_elements(lanes, a, np.uint16))), decode_bf16(_elements(lanes, b, np.uint16))
+        wide = np.zeros((len(left), 16, 8 * tiles), np.float32)
+        for i, h in np.ndindex(2 * tiles, 2):
+            wide[:, 2 * _T + h + 8 * (i & 1), 8 * (i >> 1) + _G] = right[:, :, i, h]
+        d = left.astype(np.float64) @ wide.astype(np.float64)
+        out = []
+        for i in range(4 * tiles):
+            part = d[:, _G + 8 * (i >> 1 & 1), 8 * (i >> 2) + 2 * _T + (i & 1)].reshape(-1)
+            out.append((part + lanes.vector(acc[i], np.float32)).astype(np.float32))
+        return tuple(out)
+
+    twin.__name__ = f"mma_bf16_tiles_{tiles}"
+    text = " ".join(
+        f"{mma_bf16.text.split()[0]} {{{acc}}}, <0>, {{<1.{2 * i}>,<1.{2 * i + 1}>}}, {{{acc}}};"
+        for i, acc in ((i, ",".join(f"<2.{4 * i + j}>" for j in range(4))) for i in range(tiles))
+    )
+    return ptx(f"f32*{4 * tiles} = u32*4, u32*{2 * tiles}, +f32*{4 * tiles}", text, pure=True)(twin)
 
 
 def _row_addresses(lanes: Lanes, address: Any) -> np.ndarray:

@@ -204,3 +204,10 @@ take_most_registers = _set_registers("inc", 200)  # for those two
 give_four_registers = _set_registers("dec", 72)  # of four warpgroups: the one that fetches and expands,
 give_score_registers = _set_registers("dec", 104)  # the one that makes scores,
 take_four_registers = _set_registers("inc", 168)  # and the two that hold results
+give_more_registers = _set_registers("dec", 88)  # where sums are held by warps: the one that makes scores,
+take_more_registers = _set_registers("inc", 176)  # and the two that hold results
+
+
+@ptx("=", r".pragma \22nounroll\22;")
+def never_unroll() -> None:
+    """.pragma nounroll, at the head of a loop"""
