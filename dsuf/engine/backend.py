@@ -1,8 +1,8 @@
 """What the engine asks of the thing that computes; `cpu`, `gpu` and the tests' scripted backend answer it.
 
-The engine runs one turn as: `enqueue` the decode step, `prefill` one sequence, `poll` what was emitted. A backend may
-run ahead: `enqueue` queues work, `poll` returns what has ended since, and waits only when nothing more fits in the
-queue. It decides alone where a sequence ends (EOS, budget), because on a GPU that is known on the device first.
+The engine's turns are: `enqueue` a decode step, or `prefill` prompts for one chunk of time; then `poll` what was
+emitted. A backend may run ahead: `enqueue` queues work, `poll` returns what has ended since, and waits only when it is
+told to. It decides alone where a sequence ends (EOS, budget), because on a GPU that is known on the device first.
 """
 
 from __future__ import annotations
@@ -81,12 +81,19 @@ class Backend(Protocol):
         """Read the weights. Raises CheckpointError, ConfigError or DeviceError before the first request."""
         ...
 
+    def fits(self, sequence: Sequence, rows: int, budget_s: float) -> bool:
+        """Whether a prompt's next pass, of up to `rows`, is to use the `budget_s` that others have left of a chunk.
+
+        By what passes have taken so far; one that has only begun when the time is over would make streams wait.
+        """
+        ...
+
     def prefill(self, sequence: Sequence, rows: int, budget_s: float) -> bool:
         """Put up to `rows` more prompt rows in the cache and count them in `sequence.prefilled`.
 
-        Works in passes of its own size, at least one, and starts no further one after `budget_s`. True when the
-        prompt is complete: the first token then comes out of `poll`. The first call makes the sequence's cache, unless
-        `restore` did. Returns when the passes have run: the time until then is what the scheduler shares out.
+        Works in passes of its own size, at least one, and starts no further one that does not fit into `budget_s`. True
+        when the prompt is complete: the next `poll` has the first token. The first call makes the sequence's cache,
+        unless `restore` did. Returns when the passes have run: the time until then is what the scheduler shares out.
         Truncated prefill runs the decoder's tail at every multiple of `EngineOptions.resume_every` too.
         """
         ...
@@ -99,8 +106,11 @@ class Backend(Protocol):
         """
         ...
 
-    def poll(self) -> list[Emitted]:
-        """What has been emitted since the last call, in order; at most one per sequence and step."""
+    def poll(self, *, wait: bool = False) -> list[Emitted]:
+        """What has been emitted since the last call, in order; at most one per sequence and step.
+
+        `wait`: until all steps queued so far have ended.
+        """
         ...
 
     def rewind(self, sequence: Sequence, position: int) -> None:

@@ -106,6 +106,9 @@ class CpuBackend:
         self._weight_bytes = checkpoint.total_bytes
         progress("weights", 1.0)
 
+    def fits(self, sequence: Sequence, rows: int, budget_s: float) -> bool:
+        return budget_s > 0
+
     def prefill(self, sequence: Sequence, rows: int, budget_s: float) -> bool:
         if sequence.id not in self._caches:
             self._caches[sequence.id] = self._model.new_caches()
@@ -135,7 +138,7 @@ class CpuBackend:
         self._count(steps, sum(len(block.ids) for block in blocks), before)
         return self._counts.steps
 
-    def poll(self) -> list[Emitted]:
+    def poll(self, *, wait: bool = False) -> list[Emitted]:
         emitted, self._emitted = self._emitted, []
         return emitted
 

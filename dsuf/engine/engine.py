@@ -1,13 +1,13 @@
 """The engine: requests in, events out, one turn of the wheel at a time.
 
-    step = park and bring back, decode, one chunk of prefill, publish
+    step = park and bring back, decode, publish      and then, if a prompt waits for it,
+    step = one chunk of prefill, publish
 
 The same object runs in the engine process under `serve` and in-process under `run` and `bench`.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from dsuf.engine.ledger import Ledger
 from dsuf.engine.messages import Admitted, Event, Finished, FinishReason, Rejected, Request, Status, Tokens
 from dsuf.engine.options import EngineOptions
 from dsuf.engine.parking import Parking
+from dsuf.engine.pieces import LEAST_ROWS
 from dsuf.engine.saving import Saver
 from dsuf.engine.scheduler import Scheduler
 from dsuf.engine.sequence import Phase, Sequence, Trace
@@ -61,7 +62,7 @@ class Engine:
             Ledger(self.limits, options.park_bytes),
             max_sequences=options.max_sequences,
             budget_s=options.prefill_budget_s,
-            pass_rows=options.prefill_chunk,
+            pass_rows=min(options.prefill_chunk, LEAST_ROWS),
         )
         self._parking = Parking(backend)
         self._saver = Saver(tier, backend, options.resume_every) if tier and self.limits.page_bytes else None
@@ -69,8 +70,8 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
         self._events: list[Event] = []  # said between turns (cancels); go out with the next one
         self._rows = 0
-        self._chunk_until = -math.inf  # end of a chunk that has time left
-        self._waited_s = 0.0  # what such a chunk's rest took from streams, and the next chunk gives back
+        self._left_s = 0.0  # of the chunk between two decode steps; nothing: it is over
+        self._fresh = False  # nobody has used that chunk yet
 
     @property
     def idle(self) -> bool:
@@ -113,17 +114,13 @@ class Engine:
     def step(self) -> list[Event]:
         """One turn of the wheel; [] when idle. What a backend raises goes through: `abort` then ends what runs."""
         self._settle()
-        start = self._clock()
-        worked = start < self._chunk_until and self._prefill(self._chunk_until)
-        if worked:
-            self._waited_s = self._clock() - start
-        else:
+        worked = (self._fresh or self._left_s > 0) and self._prefill()
+        if not worked:
             worked = self._decode()
-            budget_s = self.options.prefill_budget_s - self._waited_s
-            worked = self._prefill(self._clock() + budget_s) or worked
-            self._waited_s = 0.0
-        if worked:
-            self._publish(self.backend.poll())
+            self._left_s, self._fresh = self.options.prefill_budget_s, True
+            worked = worked or self._prefill()
+        if worked:  # a chunk that follows must not hold back what a step has emitted
+            self._publish(self.backend.poll(wait=self._scheduler.prompts_due(self._clock())))
         elif not self._events and (self._gate.holds or self._copying):
             self._gate.wait()
         return self._take_events()
@@ -212,29 +209,40 @@ class Engine:
             self.backend.enqueue(turn.decode)
         return bool(turn.decode)
 
-    def _prefill(self, until: float) -> bool:
+    def _prefill(self) -> bool:
         """One chunk: prompts in the scheduler's order until its time is over. Whether there was any.
 
         A prompt that is complete ends the turn, so that its first token goes out; the next turn uses what is left.
         """
-        self._chunk_until, worked = -math.inf, False
+        worked = False
         while (sequence := self._scheduler.next_prompt(start := self._clock())) is not None:
-            if not sequence.admitted:
-                self._admit(sequence)
-            before, short = sequence.prefilled, self._scheduler.is_short(sequence)
-            every = self.options.resume_every
-            rows = min(sequence.prompt_left, every - before % every)
-            done = self.backend.prefill(sequence, rows, max(until - start, 0.0))
-            worked, now, got = True, self._clock(), sequence.prefilled - before
-            self._scheduler.spent(sequence, got, now - start, short=short)
-            if done:
-                self._scheduler.prefilled(sequence)
-            if self._saver is not None:
-                self._saver.prefilled(sequence, got, now - start, done=done)
-            if done or now >= until or got < rows:
-                self._chunk_until = until if done else -math.inf
+            every, at = self.options.resume_every, sequence.prompt_len - sequence.prompt_left
+            rows = min(sequence.prompt_left, every - at % every)
+            if not (self._fresh or self.backend.fits(sequence, rows, self._left_s)):
                 break
+            done, got = self._advance(sequence, rows, start)
+            worked = True
+            if done:
+                return True
+            if self._left_s <= 0 or got < rows:
+                break
+        self._left_s, self._fresh = 0.0, False
         return worked
+
+    def _advance(self, sequence: Sequence, rows: int, start: float) -> tuple[bool, int]:
+        """Give a prompt what is left of the chunk: whether it is complete, and the rows it got."""
+        if not sequence.admitted:
+            self._admit(sequence)
+        before, short = sequence.prefilled, self._scheduler.is_short(sequence)
+        done = self.backend.prefill(sequence, rows, self._left_s)
+        took, got = self._clock() - start, sequence.prefilled - before
+        self._left_s, self._fresh = self._left_s - took, False
+        self._scheduler.spent(sequence, got, took, short=short)
+        if done:
+            self._scheduler.prefilled(sequence)
+        if self._saver is not None:
+            self._saver.prefilled(sequence, got, took, done=done)
+        return done, got
 
     def _admit(self, sequence: Sequence) -> None:
         sequence.admitted = True

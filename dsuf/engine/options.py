@@ -25,7 +25,7 @@ class EngineOptions:
     max_context: int | None = None  # None: the checkpoint's max_position_embeddings
     max_sequences: int = 8  # in prefill or decode at once; the others wait
     prefill_chunk: int = 64  # prompt rows of one pass; on a CPU more are not faster and keep streams waiting longer
-    prefill_budget_s: float = 0.05  # a turn starts no further pass after this long
+    prefill_budget_s: float = 0.05  # of prefill between two decode steps; a further pass must fit into it
     resume_every: int = 8192  # snapshots inside long prompts and replies; truncated prefill runs its tail there too
     cache_tokens: int | None = None  # room in the caches for all sequences together; None: what the machine has
     park_bytes: int = 1 << 30  # host memory for sequences that are set aside when caches run short

@@ -1,15 +1,18 @@
 """Who runs in the next turn, and what a prompt may cost others.
 
-A turn is one decode step for running streams and one chunk of prefill: passes over prompts until the budget (seconds)
-is used up, at least one. So a running stream waits for at most one chunk between two steps, however long a prompt is
-and however many there are.
+Steps of running streams and chunks of prefill take turns. A chunk is a time, `EngineOptions.prefill_budget_s`: as many
+passes over prompts as are expected to be over by then, at least one (dsuf/engine/pieces.py). So a running stream waits
+for at most one chunk between two steps, however long a prompt is and however many there are; where steps take S and
+chunks C, prompts get C / (C + S) of the time. While no stream runs, a pass is as long as it can be (`prefill_chunk`
+rows) and takes the place of a chunk.
 
-**Prefill.** A prompt is short when it fits in one chunk, as fast as prefill has been lately (one whose beginning is
+**Prefill.** A prompt is short when its rows fit in one chunk, as fast as prefill has been lately (one whose beginning is
 restored counts with the rest). Short prompts go first, by priority and then by arrival, until they are one chunk's time
 ahead of the long ones; then both get the same time, but for those with a priority, which do not wait for that: the
 server gives it to tiny requests only, titles and the like. Long prompts take turns between the one that has least left
 and the oldest one; at most two are open at once. So
-- a short prompt has its first token after the chunk under way and its own, unless other short ones came before it;
+- a short prompt has its first token after the chunk under way and its own (two, where its last piece does not fit into
+  the first), unless other short ones came before it;
 - a prompt of any length costs a short one nothing else: not its length, not its place in the queue;
 - short prompts take at most half of the prefill time while a long one waits, and other long ones half of the rest: a
   prompt of 1 M tokens takes at most four times the prefill time it takes alone once it is the oldest long one.
@@ -98,6 +101,10 @@ class Scheduler:
         resume = () if park else self._come_back()
         return Turn(tuple(park), tuple(resume), tuple(self._decode(stalled)))
 
+    def prompts_due(self, now: float) -> bool:
+        """Whether a prompt can go on, or begin as far as is known."""
+        return bool(self._prefilling) or any(s.id not in self._refused for s in self._startable(now, set()))
+
     def next_prompt(self, now: float) -> Sequence | None:
         """Whose prompt goes on, moved to PREFILL if it begins; None: nobody's can."""
         refused: set[str] = set()
@@ -121,6 +128,7 @@ class Scheduler:
             self._rate = max(self._rate * _RATE_DECAY, rows / seconds)
         prompts = [*self._prefilling.values(), *self._waiting.values()]
         if not short:
+            self._oldest_next = not self._oldest_next
             self._short_ahead_s = max(self._short_ahead_s - seconds, 0.0)
         elif any(not self.is_short(other) for other in prompts if other is not sequence):
             self._short_ahead_s += seconds
@@ -163,9 +171,7 @@ class Scheduler:
             return None
         oldest = min(longs, key=lambda s: s.arrival)
         least = min(longs, key=lambda s: (-s.request.priority, s.prompt_left, s.arrival))
-        chosen = oldest if self._oldest_next else least
-        self._oldest_next = not self._oldest_next
-        return chosen
+        return oldest if self._oldest_next else least
 
     def _startable(self, now: float, refused: set[str]) -> list[Sequence]:
         """Waiting sequences that may start if there is room for them."""

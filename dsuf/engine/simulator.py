@@ -1,15 +1,13 @@
 """A backend with a virtual clock, and runs of an engine over it: what a scheduling policy does to a load, in seconds.
 
-Steps and passes cost what `Costs` says; tokens are numbers. The engine, its scheduler and its ledger are the real ones.
-
-    step      draft + (fixed bytes + bytes of distinct experts) / rate,  distinct = E (1 - (1 - k / E)^rows) a layer
-    pass      max(bytes of all encoder weights / rate, rows * (linear + start * indexer) operations / speed)
-    copy      bytes / link rate
+Steps and passes cost what was measured (`Costs`); tokens are numbers. The engine, its scheduler, its ledger and the
+pieces of prompts are the real ones, and so is the order of things on a GPU: steps are queued, prompts wait for them.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import zlib
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -20,50 +18,62 @@ from dsuf.engine.backend import Emitted, Limits, Progress, StepCounts
 from dsuf.engine.engine import Engine
 from dsuf.engine.messages import Finished, Request, Tokens
 from dsuf.engine.options import EngineOptions
+from dsuf.engine.pieces import Piece, Pieces
 from dsuf.engine.sequence import Sequence, StepRecord
 from dsuf.engine.tier import Buffer
 from dsuf.layout import PAGE_TOKENS, pages_for
 
+AHEAD = 2  # steps that may be queued and not yet collected
 _STATE_BYTES = 8
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Bytes, operations and rates of one machine and checkpoint.
+    """What steps, passes and copies of one machine and checkpoint take.
 
-    The defaults are one H200 with configs/h200x1.json. Bytes and operations: reference model.md 13 and 13.1. Rates: FP4
-    rows at 83 % of the measured read ceiling of 4.63 TB/s (DESIGN.md 5.1), 600 TFLOP/s in prefill products (model.md
-    13.2), page-locked host memory at 50 GB/s.
+    The defaults are one H200 with configs/h200x1.json: docs/results/h200-decode-rows*-1k.json (steps with drafting),
+    prefill-h200.json (passes of 4,096 rows at several positions, a tail), mix-h200.json (passes of 256 rows) and
+    snapshots-h200.json (the link).
     """
 
-    read_bytes_per_s: float = 0.83 * 4.63e12
-    fixed_step_bytes: float = 8.52e9  # dense weights and head
-    expert_bytes: float = 40 * 18.8e6  # one expert of each layer
-    experts: int = 128
-    experts_per_tok: int = 6
-    draft_bytes: float = 2.93e9
-    prefill_bytes: float = 51.9e9
-    row_operations: float = 17.4e9
-    operations_per_context: float = 6.4e3  # of the indexer, a row and token before it
-    operations_per_s: float = 600e12
+    steps: tuple[tuple[int, float], ...] = ((1, 5.43e-3), (6, 10.55e-3), (12, 16.4e-3), (24, 25.4e-3), (48, 37.5e-3))
+    pass_fixed_s: float = 50.2e-3
+    row_s: float = 30.8e-6
+    row_context_s: float = 34e-12  # a row and position before it: attention, index scores
+    tail_s: float = 57e-3  # the decoder on the last window of a prompt, and at resume points
     snapshot_bytes: float = 2.9e6
     page_bytes: float = 113_920
     link_bytes_per_s: float = 50e9
 
-    def step_s(self, rows: int, drafting: bool) -> float:
-        """One decode step of `rows` rows of any sequences."""
-        distinct = self.experts * (1 - (1 - self.experts_per_tok / self.experts) ** rows)
-        read = self.fixed_step_bytes + distinct * self.expert_bytes + (self.draft_bytes if drafting else 0.0)
-        return read / self.read_bytes_per_s
+    def step_s(self, rows: int) -> float:
+        """One decode step of `rows` rows of any sequences, between the measured ones in a straight line."""
+        for (fewer, less), (more, longer) in itertools.pairwise(self.steps):
+            if rows <= more:
+                return less + (longer - less) * (rows - fewer) / (more - fewer)
+        return self.steps[-1][1]
 
     def pass_s(self, rows: int, start: int) -> float:
         """`rows` prompt rows from position `start` on."""
-        operations = rows * (self.row_operations + start * self.operations_per_context)
-        return max(self.prefill_bytes / self.read_bytes_per_s, operations / self.operations_per_s)
+        return self.pass_fixed_s + rows * (self.row_s + start * self.row_context_s)
+
+    def piece_s(self, piece: Piece) -> float:
+        """A piece of a prompt, without the step of its first token."""
+        return self.pass_s(piece.rows, piece.start) if piece.rows else self.tail_s
 
     def copy_s(self, tokens: int) -> float:
         """A snapshot and its pages, out or in."""
         return (self.snapshot_bytes + pages_for(tokens) * self.page_bytes) / self.link_bytes_per_s
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A queued step: when it ends, and whose it is with their rows."""
+
+    ends_s: float
+    parts: tuple[tuple[Sequence, int], ...]
+
+    def without(self, sequence: Sequence) -> _Step:
+        return _Step(self.ends_s, tuple(part for part in self.parts if part[0] is not sequence))
 
 
 class SimulatedBackend:
@@ -86,7 +96,15 @@ class SimulatedBackend:
             resume_step=2,
         )
         self.prefilled_rows = 0
-        self._live: set[str] = set()
+        self._pieces = Pieces(
+            most_rows=options.prefill_chunk,
+            resume_every=options.resume_every,
+            tails=options.prefill == "truncated",
+        )
+        self._read: dict[str, int] = {}  # of those that hold memory: prompt rows that passes have read
+        self._waiting: set[str] = set()  # those that decode
+        self._busy_until = 0.0  # the device has work until then
+        self._queued: deque[_Step] = deque()
         self._emitted: list[Emitted] = []
         self._counts = StepCounts()
         self._copies = 0
@@ -98,35 +116,60 @@ class SimulatedBackend:
     def load(self, progress: Progress) -> None:
         progress("simulator", 1.0)
 
+    def fits(self, sequence: Sequence, rows: int, budget_s: float) -> bool:
+        return self._pieces.worth(self._next(sequence, rows, budget_s), budget_s)
+
     def prefill(self, sequence: Sequence, rows: int, budget_s: float) -> bool:
-        self._live.add(sequence.id)
-        deadline = self.now + budget_s
-        while rows > 0:
-            count = min(self._options.prefill_chunk, rows)
-            self.now += self.costs.pass_s(count, sequence.prefilled)
-            sequence.prefilled += count
-            self.prefilled_rows += count
-            rows -= count
+        self._collect(ahead=0)
+        self._read.setdefault(sequence.id, 0)
+        end, deadline = sequence.prefilled + rows, self.now + budget_s
+        waited_for = self._waiting - {sequence.id}
+        piece = self._next(sequence, rows, budget_s if waited_for else math.inf)
+        while True:
+            self.now += (took := self.costs.piece_s(piece))
+            self._pieces.took(piece, took)
+            self.prefilled_rows += piece.prefilled - sequence.prefilled
+            self._read[sequence.id], sequence.prefilled = piece.start + piece.rows, piece.prefilled
             if sequence.prefilled == sequence.prompt_len:
+                self.now += (took := self.costs.step_s(1))
+                self._pieces.first_took(took)
+                self._waiting.add(sequence.id)
                 self._emit(sequence, 1, None)
                 return True
-            if self.now >= deadline:
-                break
-        return False
+            left = deadline - self.now
+            if sequence.prefilled >= end or left <= 0:
+                return False
+            piece = self._next(sequence, end - sequence.prefilled, left if waited_for else math.inf)
+            if not self._pieces.worth(piece, left):
+                return False
 
     def enqueue(self, batch: Items[Sequence]) -> int:
-        rows = sum(self._rows(sequence) for sequence in batch)
-        self.now += self.costs.step_s(rows, any(sequence.draft for sequence in batch))
+        self._collect(ahead=AHEAD - 1)
+        parts = tuple((sequence, self._rows(sequence)) for sequence in batch)
+        rows = sum(rows for _, rows in parts)
+        self._busy_until = max(self._busy_until, self.now) + self.costs.step_s(rows)
+        self._queued.append(_Step(self._busy_until, parts))
         self._counts = StepCounts(self._counts.steps + 1, self._counts.rows + rows)
-        for sequence in batch:
-            rows = self._rows(sequence)
-            accepted = min(rows - 1, self._accepted(sequence))
-            self._emit(sequence, 1 + accepted, accepted)
         return self._counts.steps
 
-    def poll(self) -> list[Emitted]:
+    def poll(self, *, wait: bool = False) -> list[Emitted]:
+        self._collect(ahead=0 if wait else AHEAD)
         emitted, self._emitted = self._emitted, []
         return emitted
+
+    def _collect(self, *, ahead: int) -> None:
+        """Take in the steps that have ended, and wait until at most so many are left."""
+        while self._queued and (self._queued[0].ends_s <= self.now or len(self._queued) > ahead):
+            step = self._queued.popleft()
+            self.now = max(self.now, step.ends_s)
+            for sequence, rows in step.parts:
+                if sequence.id in self._waiting:
+                    accepted = min(rows - 1, self._accepted(sequence))
+                    self._emit(sequence, 1 + accepted, accepted)
+
+    def _next(self, sequence: Sequence, rows: int, seconds: float) -> Piece:
+        at = sequence.prompt_len - sequence.prompt_left
+        return self._pieces.next(sequence.prompt_len, at, self._read.get(sequence.id, 0), rows, seconds)
 
     def rewind(self, sequence: Sequence, position: int) -> None:
         del sequence.emitted[position - sequence.prompt_len + 1 :]
@@ -135,7 +178,9 @@ class SimulatedBackend:
         return self._copy(position)
 
     def restore(self, sequence: Sequence, position: int, pages: Items[Buffer], state: Items[Buffer]) -> int:
-        self._live.add(sequence.id)
+        self._read[sequence.id] = position
+        if sequence.emitted:
+            self._waiting.add(sequence.id)
         sequence.prefilled = min(position, sequence.prompt_len)
         return self._copy(position)
 
@@ -146,14 +191,16 @@ class SimulatedBackend:
         return self._copies
 
     def release(self, sequence: Sequence) -> None:
-        self._live.discard(sequence.id)
+        self._read.pop(sequence.id, None)
+        self._waiting.discard(sequence.id)
+        self._queued = deque(step.without(sequence) for step in self._queued)
         self._emitted = [item for item in self._emitted if item.sequence is not sequence]
 
     def counts(self) -> StepCounts:
         return self._counts
 
     def ledger(self) -> dict[str, int]:
-        return {"caches": len(self._live)}
+        return {"caches": len(self._read)}
 
     def _copy(self, tokens: int) -> int:
         self.now += self.costs.copy_s(tokens)
@@ -177,6 +224,8 @@ class SimulatedBackend:
             accepted = min(accepted, len(kept))
             record = StepRecord(sequence.last_position, sequence.last_token, [8] * 5, [0.0] * 5, accepted, kept)
         sequence.emit(kept, last=reason is not None)
+        if reason is not None:
+            self._waiting.discard(sequence.id)
         self._emitted.append(Emitted(sequence, kept, reason, None, record, rows=count))
 
 

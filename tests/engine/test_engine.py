@@ -68,10 +68,28 @@ def test_running_streams_get_a_step_between_the_chunks_of_a_long_prompt():
     engine = scripted_engine(backend)
     engine.submit(Request("stream", [5], 100))
     engine.step()
-    engine.step()  # what its own chunk left over is no time for another prompt any more
+    engine.step()
     engine.submit(Request("long", [6] * 40, 1))
-    gaps = [sum(isinstance(event, Tokens) and event.id == "stream" for event in engine.step()) for _ in range(10)]
-    assert backend.chunks.count("long") == 10 and gaps == [1] * 10
+    turns = []
+    for _ in range(19):
+        chunks = len(backend.chunks)
+        said = [event.id for event in engine.step() if isinstance(event, Tokens)]
+        turns.append((said, len(backend.chunks) - chunks))
+    assert backend.chunks.count("long") == 10
+    assert turns[:-1] == [([], 1), (["stream"], 0)] * 9 and turns[-1] == (["long"], 1)
+
+
+def test_what_a_step_emits_does_not_wait_for_the_chunk_after_it():
+    clock = VirtualClock()
+    backend = ScriptedBackend(chunk=4, chunk_s=1.0, step_s=0.25, sleep=clock.sleep, ahead=2)
+    engine = scripted_engine(backend, clock)
+    engine.submit(Request("stream", [5], 100))
+    engine.step()
+    engine.submit(Request("long", [6] * 40, 1))
+    said = []
+    for _ in range(8):
+        said += [clock.now for event in engine.step() if isinstance(event, Tokens) and event.id == "stream"]
+    assert said == [1.25, 2.5, 3.75, 5.0]
 
 
 def test_a_complete_prompt_says_its_first_token_before_others_use_up_the_chunk():
@@ -84,7 +102,7 @@ def test_a_complete_prompt_says_its_first_token_before_others_use_up_the_chunk()
     engine.submit(Request("long", [7] * 400, 1))
     assert [event.id for event in engine.step() if isinstance(event, Tokens)] == ["short"] and clock.now == 2.0
     assert engine.step()[0] == Admitted("long", 400) and (clock.now, backend.batches) == (3.0, [])
-    assert [event.id for event in engine.step() if isinstance(event, Tokens)] == ["stream"]
+    assert [event.id for event in engine.step() if isinstance(event, Tokens)] == ["stream"] and clock.now == 3.25
 
 
 @pytest.mark.parametrize("steps_before", [0, 1, 2, 5])

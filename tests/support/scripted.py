@@ -81,6 +81,9 @@ class ScriptedBackend:
     def load(self, progress: Callable[[str, float], None]) -> None:
         progress("script", 1.0)
 
+    def fits(self, sequence: Sequence, rows: int, budget_s: float) -> bool:
+        return budget_s > 0
+
     def prefill(self, sequence: Sequence, rows: int, budget_s: float) -> bool:
         assert 0 < rows <= sequence.prompt_left
         if sequence.id not in self.live:
@@ -108,8 +111,8 @@ class ScriptedBackend:
         self._queued.append([(sequence, self._stays[sequence.id]) for sequence in batch])
         return len(self.batches)
 
-    def poll(self) -> list[Emitted]:
-        while len(self._queued) > self.ahead:
+    def poll(self, *, wait: bool = False) -> list[Emitted]:
+        while len(self._queued) > (0 if wait else self.ahead):
             for sequence, stay in self._queued.pop(0):
                 if self.live.get(sequence.id) is sequence and self._stays[sequence.id] == stay:
                     self._emit(sequence, self.tokens_a_step(sequence), decode=True)

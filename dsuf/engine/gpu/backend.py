@@ -26,6 +26,7 @@ from dsuf.engine.gpu.prefilling import Prefilling
 from dsuf.engine.gpu.step_graph import Bucket, Entry, bucket_of, splits
 from dsuf.engine.messages import FinishReason, TokenLogprobs
 from dsuf.engine.options import EngineOptions
+from dsuf.engine.pieces import Piece
 from dsuf.engine.sequence import Sequence, StepRecord
 from dsuf.engine.tier import Buffer
 from dsuf.errors import DeviceError, UsageError
@@ -100,25 +101,38 @@ class GpuBackend:
 
     # ---- prompts
 
+    def fits(self, sequence: Sequence, rows: int, budget_s: float) -> bool:
+        held, pieces = self._held.get(sequence.id), self._prefilling.pieces
+        length, at = sequence.prompt_len, sequence.prompt_len - sequence.prompt_left
+        return pieces.worth(pieces.next(length, at, at if held is None else held.read, rows, budget_s), budget_s)
+
     def prefill(self, sequence: Sequence, rows: int, budget_s: float) -> bool:
         held = self._held.get(sequence.id) or self._open(sequence)
         if not self._copies.land(held.slot, wait=not any(other.decodes for other in self._held.values())):
             return False  # its bytes are on their way; streams go on meanwhile
-        now = self._clock()
-        deadline = now + budget_s
-        while rows > 0:
-            waited_for = any(other.decodes for other in self._held.values())
-            got = self._prefilling.run(held, rows, deadline - now if waited_for else math.inf)
-            rows -= got
-            if sequence.prefilled == sequence.prompt_len:
-                self._first_token(held)
-                return True
+        self._collect(wait=0)
+        end, now = sequence.prefilled + rows, self._clock()
+        deadline, pieces = now + budget_s, self._prefilling.pieces
+        piece = self._next(held, end, deadline - now)
+        while True:
+            self._prefilling.run(held, piece)
             self._device.record().wait()
             begun, now = now, self._clock()
-            self._prefilling.took(got, now - begun)
-            if now >= deadline:
-                break
-        return False
+            pieces.took(piece, now - begun)
+            if sequence.prefilled == sequence.prompt_len:
+                self._first_token(held)
+                pieces.first_took(self._clock() - now)
+                return True
+            if sequence.prefilled >= end or now >= deadline:
+                return False
+            piece = self._next(held, end, deadline - now)
+            if not pieces.worth(piece, deadline - now):
+                return False
+
+    def _next(self, held: Held, end: int, seconds: float) -> Piece:
+        """What the prompt goes on with, in one piece if no stream waits for it."""
+        waited_for = any(other.decodes for other in self._held.values())
+        return self._prefilling.next(held, end - held.sequence.prefilled, seconds if waited_for else math.inf)
 
     def _open(self, sequence: Sequence) -> Held:
         self._generation += 1
@@ -132,10 +146,10 @@ class GpuBackend:
         self._pages.reserve(held.slot, sequence.prompt_len + len(sequence.emitted) + self.limits.lookahead)
 
     def _first_token(self, held: Held) -> None:
-        """The prompt's last token as a decode row of its own."""
+        """The prompt's last token as a decode row of its own; waits for what comes of it."""
         self._admit(held)
-        self._room()
         self._step([held], first=True)
+        self._collect(wait=0)
 
     def _admit(self, held: Held) -> None:
         """The slot's record: the last token, run by nobody yet, and everything that decides about the next ones."""
@@ -221,8 +235,8 @@ class GpuBackend:
 
     # ---- what came out
 
-    def poll(self) -> list[Emitted]:
-        self._collect(wait=len(self._queued))
+    def poll(self, *, wait: bool = False) -> list[Emitted]:
+        self._collect(wait=0 if wait else len(self._queued))
         self._copies.progress()
         emitted, self._emitted = self._emitted, []
         return emitted

@@ -23,6 +23,7 @@ class Held:
     generation: int
     decoder_start: int = 0  # first position whose decoder rows are real
     oldest: int = 0  # where it was restored
+    read: int = 0  # prompt rows that passes have read; before a tail one more than `sequence.prefilled`
     tail_from: int | None = None  # truncated prefill: the decoder has seen nothing from here on
     decodes: bool = False  # its slot is admitted
 

@@ -32,7 +32,7 @@ class PromptRun:
         self._number = 0
 
     def prompt(self, length: int) -> float:
-        """Read a prompt of random ids; its first token is not waited for."""
+        """Read a prompt of random ids, to its first token."""
         spec = self.backend.machine.spec
         self._number += 1
         ids = self._rng.integers(3, spec.vocab_size - 1, length).tolist()

@@ -16,6 +16,7 @@ from dsuf.engine.engine import Engine
 from dsuf.engine.gpu.backend import GpuBackend
 from dsuf.engine.gpu.step_graph import Bucket, Entry, batch_table
 from dsuf.engine.options import EngineOptions
+from dsuf.engine.pieces import Piece, Pieces
 from dsuf.kernels import slots as words
 from dsuf.kernels.slots import Record
 
@@ -151,13 +152,14 @@ class PlayedPages:
 class PlayedPrefill:
     """Counts rows."""
 
-    def took(self, rows: int, seconds: float) -> None:
-        pass
+    def __init__(self) -> None:
+        self.pieces = Pieces(most_rows=7, resume_every=8192, tails=False)
 
-    def run(self, held: Any, rows: int, seconds: float) -> int:
-        count = min(rows, 7)
-        held.sequence.prefilled += count
-        return count
+    def next(self, held: Any, rows: int, seconds: float) -> Piece:
+        return self.pieces.next(held.sequence.prompt_len, held.sequence.prefilled, held.read, rows, seconds)
+
+    def run(self, held: Any, piece: Piece) -> None:
+        held.read, held.sequence.prefilled = piece.start + piece.rows, piece.prefilled
 
     def again(self, held: Any, position: int) -> None:
         pass
