@@ -47,6 +47,7 @@ def serve(
     verify: options.Verify = "auto",
     numerics: options.Numerics = "qdq64",
     prefill: options.Prefill = "truncated",
+    prefill_budget: options.PrefillBudget = None,
     max_queued_requests: Annotated[
         int, typer.Option("--max-queued-requests", help="Requests that may wait; more are answered 429.")
     ] = 256,
@@ -86,7 +87,7 @@ def serve(
 
     check_number("--port", port, 0, 65_535, whole=True)
     check_number("--engine-timeout", engine_timeout, 0, 86_400)
-    engine = engine_options(gpus, numerics, prefill, draft, verify, max_context)
+    engine = engine_options(gpus, numerics, prefill, draft, verify, max_context, prefill_budget_ms=prefill_budget)
     environment = read_environment()
     keys, names = read_api_keys(api_key or [], api_key_file, environment)
     flags = kv.KvFlags(kv_host_bytes, kv_listen, kv_key_file, kv_require_rdma, kv_transport, kv_rdma_ports)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dsuf.text.prompt import ChatText
 
 
+GPU_BUDGET_S = 0.12  # of a chunk between two decode steps on a GPU: a short prompt as a whole, or 2,200 rows on an H200
 GPU_CHUNK = 4096  # prompt rows of one pass on a GPU: enough that products, not weights, take the time
 GPU_NUMERICS = "bf16"  # how its results are to be compared: float32 sums of exact operands, rounded where that rounds
 
@@ -69,6 +70,7 @@ def engine_options(
     verify: str,
     max_context: int | None,
     max_sequences: int = 8,
+    prefill_budget_ms: float | None = None,
 ) -> EngineOptions:
     """Check the engine's flags before anything is loaded; `ckpt` is filled in by `prepare`."""
     from dsuf.engine.options import EngineOptions
@@ -81,6 +83,7 @@ def engine_options(
             f"--numerics {numerics} is one of the CPU backend; a GPU rounds where the official code rounds "
             f"({GPU_NUMERICS}). Use --gpus 0, or leave it out."
         )
+    budget_s = GPU_BUDGET_S if chosen else EngineOptions.prefill_budget_s
     return EngineOptions(
         ckpt=Path(),
         numerics=GPU_NUMERICS if chosen else numerics,
@@ -90,6 +93,7 @@ def engine_options(
         max_context=max_context,
         max_sequences=max_sequences,
         prefill_chunk=GPU_CHUNK if chosen else EngineOptions.prefill_chunk,
+        prefill_budget_s=budget_s if prefill_budget_ms is None else prefill_budget_ms / 1000,
         gpus=chosen,
         gpus_named=gpus is not None,
         kernels=environment.kernels,
@@ -112,8 +116,14 @@ def prepare(ckpt: str, options: EngineOptions) -> EngineOptions:
     options = replace(options, ckpt=folder)
     if options.gpus and not options.gpus_named and not _has_kernels(folder):
         say("The GPU is not used: no kernels are made for the dimensions of this checkpoint.")
-        plain = type(options)
-        return replace(options, gpus=(), prefill_chunk=plain.prefill_chunk, numerics=plain.numerics)
+        plain, budget_s = type(options), options.prefill_budget_s
+        return replace(
+            options,
+            gpus=(),
+            numerics=plain.numerics,
+            prefill_chunk=plain.prefill_chunk,
+            prefill_budget_s=plain.prefill_budget_s if budget_s == GPU_BUDGET_S else budget_s,
+        )
     return options
 
 

@@ -41,3 +41,12 @@ def test_numerics_of_the_cpu_choose_the_cpu(an_h200, environ):
     assert options("toy", numerics="exact32").gpus == ()
     with pytest.raises(ConfigError, match=r"--numerics exact32 is one of the CPU backend.*--gpus 0"):
         options("toy", gpus="1", numerics="exact32")
+
+
+def test_streams_wait_as_long_as_is_said_or_as_suits_the_backend(an_h200, environ):
+    assert (options("toy").prefill_budget_s, options("noise").prefill_budget_s) == (0.12, 0.05)
+    for ckpt in ("toy", "noise"):
+        told = session.prepare(ckpt, session.engine_options(None, "qdq64", **FLAGS, prefill_budget_ms=80))
+        assert told.prefill_budget_s == 0.08
+    with pytest.raises(ConfigError, match="prefill_budget_s is"):
+        session.engine_options(None, "qdq64", **FLAGS, prefill_budget_ms=-1)
