@@ -6,9 +6,9 @@ for at most one chunk between two steps, however long a prompt is and however ma
 chunks C, prompts get C / (C + S) of the time. While no stream runs, a pass is as long as it can be (`prefill_chunk`
 rows) and takes the place of a chunk.
 
-**Prefill.** A prompt is short when its rows fit in one chunk, as fast as prefill has been lately (one whose beginning is
-restored counts with the rest). Short prompts go first, by priority and then by arrival, until they are one chunk's time
-ahead of the long ones; then both get the same time, but for those with a priority, which do not wait for that: the
+**Prefill.** A prompt is short when its rows fit in one chunk, as fast as prefill has been lately (one whose beginning
+is restored counts with the rest). Short prompts go first, by priority and then by arrival, until they are one chunk's
+time ahead of the long ones; then both get the same time, but for those with a priority, which do not wait for that: the
 server gives it to tiny requests only, titles and the like. Long prompts take turns between the one that has least left
 and the oldest one; at most two are open at once. So
 - a short prompt has its first token after the chunk under way and its own (two, where its last piece does not fit into
