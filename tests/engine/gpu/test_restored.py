@@ -14,7 +14,7 @@ from dsuf.engine.shared import NumberedPages, SharedPages
 from dsuf.engine.tier import Hit
 from dsuf.layout import pages_for
 from tests.engine.gpu.played import played_engine, text
-from tests.engine.gpu.small import gpu_engine, texts, written
+from tests.engine.gpu.small import gpu_engine, written
 from tests.support.memory_tier import Entry, MemoryTier
 
 GREEDY = Sampling(temperature=0)
@@ -54,23 +54,20 @@ def folder(tmp_path_factory):
     return written(tmp_path_factory.mktemp("small") / "ckpt")
 
 
-def test_the_next_turn_from_registered_memory_says_what_a_cold_run_says(folder):
-    cold = gpu_engine(folder, prefill="exact", draft=False)
-    engine = Engine(cold.backend, cold.options, tier=SharedTier(cold.limits))
+def test_a_prompt_out_of_registered_memory_has_the_logits_that_it_had_when_it_was_computed(folder):
+    plain = gpu_engine(folder, prefill="exact", draft=False)
+    engine = Engine(plain.backend, plain.options, tier=SharedTier(plain.limits))
     engine.backend._copies._registered.settle()
-    kept, engine.backend._copies._staging = engine.backend._copies._staging, None
-    first = texts(engine, Request("a", PROMPT, 1, GREEDY))["a"]
-    turn, traces = Request("b", [*PROMPT, *first, 20], 1, GREEDY), [Trace(keep_logits=True) for _ in range(2)]
-    engine.submit(turn, traces[0])
-    events = []
-    while not engine.idle:
-        events += engine.step()
-    (admitted,) = [event for event in events if isinstance(event, Admitted)]
-    assert admitted.cached_tokens >= len(PROMPT) + len(first) - 3
+    engine.backend._copies._staging = None
+    logits, cached = [], []
+    for name in "ab":
+        trace = Trace(keep_logits=True)
+        engine.submit(Request(name, PROMPT, 1, GREEDY), trace)
+        while not engine.idle:
+            cached += [event.cached_tokens for event in engine.step() if isinstance(event, Admitted)]
+        logits.append(trace.logits[0])
+    assert cached == [0, len(PROMPT) - 1] and np.array_equal(*logits)
     engine._saver.tier.check_idle()
-    engine.backend._copies._staging = kept
-    texts(cold, turn, traces={"b": traces[1]})
-    assert np.array_equal(*(trace.logits[0] for trace in traces))
     engine.backend._copies.close()
 
 
