@@ -52,6 +52,7 @@ class Server:
         namespace = f"micro {prefill}".encode().ljust(32)
         where = runtime, self.socket, "cpu"
         kept = AgentOptions(32 << 20, page, snapshot, namespace, *where, paths=paths, resume_tokens=resume_every)
+        self.kept = kept
         self.agent = AgentThread(kept)
         self.agent.start()
         options = EngineOptions(checkpoint, prefill=prefill, max_sequences=4, resume_every=resume_every)
@@ -177,6 +178,22 @@ def test_an_agent_that_is_gone_costs_hits_only(tmp_path, checkpoint):
         events = run(a.engine, Request("2", prompt, 8, GREEDY))
         assert events[0].source == "none"
         assert [token for event in events if isinstance(event, Tokens) for token in event.ids] == first
+
+
+def test_the_backend_hears_of_the_memory_of_an_agent_that_came_back(tmp_path, checkpoint, monkeypatch):
+    told = []
+    monkeypatch.setattr("dsuf.engine.cpu.CpuBackend.share", lambda self, memory: told.append(memory))
+    monkeypatch.setattr("dsuf.kv.client.RETRY_S", 0.0)
+    with servers(tmp_path, checkpoint, names="a") as (a,):
+        run(a.engine, Request("1", tokens(150, 7), 8, GREEDY))
+        assert [len(memory) for memory in told] == [32 << 20]
+        a.agent.stop()
+        a.agent = AgentThread(a.kept)
+        a.agent.start()
+        for name in "23":
+            (admitted, *_) = run(a.engine, Request(name, tokens(150, 7), 8, GREEDY))
+        assert admitted.source == "local" and len(told) == 2
+        assert told[0] is not told[1] is a.engine._saver.tier.memory
 
 
 def test_forks_inside_a_group_at_a_point_and_behind_it_say_what_a_cold_run_says(tmp_path, checkpoint):
