@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dsuf.engine.gpu import launches
 from dsuf.engine.gpu.engram_tables import join_shares
 from dsuf.engine.gpu.machine import Machine
 from dsuf.engine.gpu.ranks import ALONE, Ranks
 from dsuf.engine.options import EngineOptions
 from dsuf.kernels.latents import MOST_ROWS
+from dsuf.model.synthetic import write_checkpoint
+from tests.engine.gpu.small import small_config
 
 Call = tuple[Callable[..., None], tuple[Any, ...], dict[str, Any]]
+
+
+CONTEXT, SEQUENCES, ROWS = 256, 2, 200  # tokens of a sequence, sequences, rows of a chunk
+
+
+@contextlib.contextmanager
+def four_groups() -> Iterator[None]:
+    """Let the small kernels take four groups of heads, which four ranks can share. The number of groups is an argument
+    of theirs; that of a width says how much shared memory they may need, and four of one head need no more.
+    """
+    kept = launches.FIXED
+    launches.FIXED = tuple(name for name in kept if name != "o_groups")
+    try:
+        yield
+    finally:
+        launches.FIXED = kept
+
+
+def written(folder: Path) -> Path:
+    """A checkpoint with four groups on disk."""
+    write_checkpoint(small_config(o_groups=4), folder)
+    return folder
 
 
 class Seat:
@@ -45,22 +71,22 @@ class Seat:
 class Together:
     """Machines of all ranks of a checkpoint on one device; with `count` 1 the one that is alone."""
 
-    def __init__(self, folder: Path, device: Any, count: int, **options: Any) -> None:
+    def __init__(self, folder: Path, device: Any, count: int) -> None:
         self.device, self.seats = device, [Seat(device) for _ in range(count)]
         self.ranks = Ranks(self.seats)
-        given = {"prefill": "exact", "max_context": 256, "max_sequences": 2, "cache_tokens": 512, "prefill_chunk": 48}
-        chosen, told = EngineOptions(folder, **{**given, **options}), lambda what, share: None
+        room = {"max_context": CONTEXT, "max_sequences": SEQUENCES, "cache_tokens": 512}
+        options, told = EngineOptions(folder, prefill="exact", prefill_chunk=ROWS, **room), lambda what, share: None
         self.machines = [
-            Machine.load(chosen, None, seat, told, graphs=False, rank=self.ranks.rank(i) if count > 1 else ALONE)
+            Machine.load(options, None, seat, told, graphs=False, rank=self.ranks.rank(i) if count > 1 else ALONE)
             for i, seat in enumerate(self.seats)
         ]
         if count > 1:
             join_shares([machine.model.weights for machine in self.machines])
-            self.ranks.prepare(self.machines[0].spec, max(MOST_ROWS, chosen.prefill_chunk))
+            self.ranks.prepare(self.machines[0].spec, max(MOST_ROWS, ROWS))
         self.play()
         self.slots = [machine.pages.open() for machine in self.machines]
         for machine, slot in zip(self.machines, self.slots, strict=True):
-            machine.pages.reserve(slot, 200)
+            machine.pages.reserve(slot, CONTEXT)
 
     def play(self) -> None:
         """Let the device do what the ranks have queued."""
