@@ -120,7 +120,7 @@ def _error_message(body: bytes) -> str:
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return body[:200].decode("utf-8", "replace")
+        return " ".join(body.decode("utf-8", "replace").split())[:200] or "nothing"
 
 
 @dataclass(frozen=True)

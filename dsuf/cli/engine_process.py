@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,16 +76,19 @@ class EngineProcess:
             kept = Path(f"/proc/{os.getpid()}/fd/{self._kept}")
             self._options = replace(self._options, engram_memory=kept)
 
-    async def watch(self, link: EngineLink) -> None:
-        """Tell `link` of each death and start anew; ends the server by SIGTERM when the restarts are used up."""
+    async def watch(self, link: EngineLink, draining: Callable[[], bool]) -> None:
+        """Tell `link` of each death and start anew; ends the server by SIGTERM when the restarts are used up.
+
+        While the server is `draining` none is started: a service manager's SIGTERM reaches the engine as well.
+        """
         guard = asyncio.create_task(self._kill_when_silent(link)) if self._silence_s else None
         try:
-            await self._restart(link)
+            await self._restart(link, draining)
         finally:
             if guard is not None:
                 guard.cancel()
 
-    async def _restart(self, link: EngineLink) -> None:
+    async def _restart(self, link: EngineLink, draining: Callable[[], bool]) -> None:
         while True:
             await self._ended()
             why, self._hung = self._hung or f"the engine process ended with exit status {self._process.exitcode}", ""
@@ -92,8 +96,8 @@ class EngineProcess:
             self._deaths = [death for death in self._deaths if now - death < WITHIN_S] + [now]
             used_up = len(self._deaths) > RESTARTS
             link.lost(why, for_good=used_up)
-            if not self.was_ready:
-                return  # the server ends with the engine's own error
+            if not self.was_ready or draining():
+                return  # the server ends, with the engine's own error if it was never ready
             if used_up:
                 self.failure = EngineGone(
                     f"The engine process ended {len(self._deaths)} times in {WITHIN_S / 60:.0f} minutes; its messages "
@@ -104,6 +108,8 @@ class EngineProcess:
             wait_s = min(FIRST_WAIT_S * 2 ** (len(self._deaths) - 1), LONGEST_WAIT_S)
             say(f"{why}; it is started again in {wait_s:.0f} s")
             await asyncio.sleep(wait_s)
+            if draining():
+                return
             self.start()
 
     async def _kill_when_silent(self, link: EngineLink) -> None:
@@ -149,6 +155,7 @@ def serve_with_engine(
     link = EngineLink(process.socket_path)
     prefixes = Prefixes(WebClient(agent.options.socket_path)) if agent is not None else None
     app = build_app(link, text, options, prefixes=prefixes)
+    service = app.state.service
 
     def on_ready() -> None:
         process.was_ready = True
@@ -156,9 +163,11 @@ def serve_with_engine(
         print(ready_line, flush=True)
 
     async def until_stopped() -> int:
-        tasks = [asyncio.create_task(process.watch(link)), asyncio.create_task(_show_loading(link))]
+        watched = process.watch(link, lambda: service.draining)
+        tasks = [asyncio.create_task(watched), asyncio.create_task(_show_loading(link))]
         if agent is not None:
-            tasks += [asyncio.create_task(agent.watch()), asyncio.create_task(agent.kill_when_silent(prefixes.answers))]
+            watched = agent.watch(lambda: service.draining)
+            tasks += [asyncio.create_task(watched), asyncio.create_task(agent.kill_when_silent(prefixes.answers))]
         try:
             return await serve(app, sock, on_ready, process.socket_path.with_name(SOCKET_NAME))
         finally:

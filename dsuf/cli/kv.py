@@ -156,12 +156,14 @@ class AgentProcess:
         self._process = process  # before it is there: an interrupt on the way leaves one that `stop` can end
         start_deaf(process)  # it goes on until the server has drained
 
-    async def watch(self) -> None:
-        """Start it anew whenever it dies; ends the server by SIGTERM when it never came up."""
+    async def watch(self, draining: Callable[[], bool]) -> None:
+        """Start it anew whenever it dies, unless the server is `draining`; ends the server when it never came up."""
         wait_s, was_up = FIRST_WAIT_S, False
         while True:
             was_up = await self._ended(was_up)
             status = self._process.exitcode
+            if draining():
+                return
             if not was_up:
                 kind = ConfigError if status == ConfigError.exit_code else EnvironmentProblem
                 self.failure = kind(
@@ -171,6 +173,8 @@ class AgentProcess:
                 return
             say(f"the kv agent ended with exit status {status}; it is started again in {wait_s:.0f} s")
             await asyncio.sleep(wait_s)
+            if draining():
+                return
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
             self.start()
 

@@ -251,10 +251,10 @@ class Agent:
     def _report(self, address: str) -> list[str]:
         pages = "huge pages" if self.arena.huge else "ordinary pages"
         problem = self.directory.problem if self.directory else "none"
-        redis = "own Redis" if self.options.redis_url is None else "Redis"
+        redis = "own Redis" if self.options.redis_url is None else "shared Redis"
         return [
             f"kv: {self.arena.nbytes >> 20} MiB of host memory on {pages}, peers on {address}, "
-            f"{redis} {'up' if problem is None else problem}",
+            f"{redis} {'up' if problem is None else problem.removeprefix('Redis: ')}",
             *(f"kv path {line}" for transport in self.transports.values() for line in transport.report()),
         ]
 

@@ -46,12 +46,18 @@ class ServerOptions:
         ):
             value = getattr(self, name)
             if value is not None and not low <= value < math.inf:
-                raise ConfigError(f"{name} is {value}, expected at least {low}. Change the flag.")
+                raise ConfigError(f"{_flag(name)} is {value}, expected at least {low}. Change or leave it out.")
         for name in (one.name for one in fields(self) if one.name.startswith("drain_")):
             if not 0 <= (value := getattr(self, name)) <= 86_400:
-                raise ConfigError(f"{name} is {value}, expected 0 to 86400 seconds. Change the flag.")
+                raise ConfigError(f"{_flag(name)} is {value}, expected 0 to 86400 seconds. Change or leave it out.")
         for name, known in (("log_format", ("json", "text")), ("metrics_names", ("dsuf", "vllm", "both"))):
             if getattr(self, name) not in known:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}, expected {' or '.join(known)}. Change the flag.")
+                found, expected = getattr(self, name), " or ".join(known)
+                raise ConfigError(f"{_flag(name)} is {found!r}, expected {expected}. Change or leave it out.")
         if any(not key.strip() for key in self.api_keys):
             raise ConfigError("an API key is empty, expected some text. Set it or leave it out.")
+
+
+def _flag(name: str) -> str:
+    """How a field is called on the command line."""
+    return f"--{name.removesuffix('_s').replace('_', '-')}"

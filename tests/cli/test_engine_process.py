@@ -43,12 +43,12 @@ def process(monkeypatch, tmp_path):
     return process
 
 
-def watch(process):
+def watch(process, draining=lambda: False):
     link = PlayedLink()
 
     async def run():
         process.start()
-        await asyncio.wait_for(process.watch(link), 30)
+        await asyncio.wait_for(process.watch(link, draining), 30)
 
     asyncio.run(run())
     return link.lost_calls
@@ -64,6 +64,19 @@ def test_a_dying_engine_is_started_again_with_longer_and_longer_waits_and_then_g
     assert process.failure.exit_code == 3
     assert "ended 6 times in 10 minutes" in str(process.failure)
     assert "started again in 16 s" in capsys.readouterr().err
+
+
+def test_while_the_server_drains_no_engine_is_started_again(process, capsys):
+    process.was_ready = True
+    lost = watch(process, lambda: True)
+    assert (process.starts, len(lost), process.failure, process.signals) == (1, 1, None, [])
+    assert capsys.readouterr().err == ""
+
+
+def test_an_engine_whose_restart_is_waited_for_is_not_started_once_the_server_drains(process):
+    process.was_ready = True
+    watch(process, lambda: bool(process.waits))
+    assert process.starts == 1
 
 
 def test_an_engine_that_was_never_ready_is_not_started_again(process, capsys):

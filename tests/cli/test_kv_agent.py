@@ -6,6 +6,7 @@ import asyncio
 import multiprocessing
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -56,3 +57,12 @@ def test_one_that_stops_answering_is_killed(agent, capsys):
 @pytest.mark.parametrize("answers", [[False] * 20, [True, *[False] * 5, True, *[False] * 5]])
 def test_one_that_is_starting_or_slow_is_not(agent, answers):
     assert asked(agent, answers) is None
+
+
+def test_while_the_server_drains_none_is_started_again(agent, monkeypatch, tmp_path):
+    started = []
+    monkeypatch.setattr(agent, "start", lambda: started.append(1))
+    agent.options = SimpleNamespace(socket_path=tmp_path)
+    agent._process.terminate()
+    asyncio.run(asyncio.wait_for(agent.watch(lambda: True), 10))
+    assert not started and agent.failure is None
