@@ -274,11 +274,13 @@ def make(*, h: int, d: int, rope: int, chip: str) -> Kernel:
 
 
 def entries(width: Width) -> list[Entry]:
-    """One kernel for every layer of a backbone in either prefill mode, and one for the heads of a rank."""
+    """One kernel for every layer of the backbone, in either prefill mode, and one for the heads of a rank."""
     spec, found = width.spec, []
-    d, keys = spec.head_dim, spec.sliding_window + spec.index_topk
+    d, window, topk = spec.head_dim, spec.sliding_window, spec.index_topk
     for ending, h in width.heads.items():
-        nbytes = 1024 * (spec.sliding_window * (d + d // 32) + spec.index_topk * (d // 2 + d // 16) + 4 * h * d)
-        shape, name = {"h": h, "d": d, "rope": spec.qk_rope_head_dim}, f"chunk.attend/{width.label}{ending}"
-        found.append(Entry(name, make, shape, width.chips, attend, nbytes, 4 * 1024 * h * d * keys))
+        shape = {"h": h, "d": d, "rope": spec.qk_rope_head_dim}
+        nbytes = 1024 * (window * (d + d // 32) + topk * (d // 2 + d // 16) + 4 * h * d)
+        operations = 4 * 1024 * h * d * (window + topk)
+        name = f"chunk.attend/{width.label}{ending}"
+        found.append(Entry(name, make, shape, width.chips, attend, nbytes, operations))
     return found

@@ -22,6 +22,7 @@ from dsuf.kernels.ptx.memory import (
     sts_f32,
     sts_u32,
     sts_u32x2,
+    sts_u32x4,
 )
 from dsuf.kernels.quantise import max_over, sum_over
 from dsuf.kernels.rope import phase, rotated
@@ -35,7 +36,10 @@ QUAD = (1, 2)  # lanes that hold the same rows of a product
 def fetch_queries(
     room: Any, h: Any, sm: Any, lane: Any, warp: Any, q: Any, row: Any, position: Any, table: Any
 ) -> None:  # fmt: skip
-    """A row's heads, rotated, to shared memory: 128 threads, four heads and 16 bytes of each panel a thread."""
+    """A row's heads, rotated, and zeros for those that are not there, to shared memory.
+
+    128 threads, four heads and 16 bytes of each panel a thread.
+    """
     chunk = int32((lane >> 3) + 4 * (warp & 1))
     head0 = int32(8 * (warp >> 1) + (lane & 7))
     for b in unroll(4):
@@ -45,6 +49,9 @@ def fetch_queries(
         if head < h:
             for panel in unroll((room.d - 2 * room.half) // 64):
                 async_load16(uint32(to + panel * PANEL), line + panel * 128)
+        else:
+            for panel in unroll((room.d - 2 * room.half) // 64 if h < HEADS else 0):
+                sts_u32x4(uint32(to + panel * PANEL), (uint32(0), uint32(0), uint32(0), uint32(0)))
     async_commit()
     place = int32(ldg_u32(position + int64(row) * 4))
     for panel in unroll((room.d - 2 * room.half) // 64, room.d // 64):

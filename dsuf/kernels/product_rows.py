@@ -1,9 +1,9 @@
-"""Activations into product order (gemm.py), where no kernel before writes them so: decoded Q8 rows, or plain bf16.
+"""Activations into product order (gemm.py), where no kernel before writes them so: decoded Q8 rows.
 
     out[r, 32 g + 16 m + 8 h + 2 t + j] = x[r, 32 g + 8 t + 4 m + 2 h + j]
 
-codes e4m3 [rows, K] with scales ue8m0 [rows, scale_stride(K)], or x bf16 [rows, K]; out bf16 [rows, K]. K a multiple of
-32. A thread makes 16 bytes. Any grid will do. Reference: dsuf.ops.qdq.q8_decode. Bytes: 3 K (4 K from bf16) a row.
+codes e4m3 [rows, K] with scales ue8m0 [rows, scale_stride(K)]; out bf16 [rows, K]. K a multiple of 32. A thread makes
+16 bytes. Any grid will do. Reference: dsuf.ops.qdq.q8_decode. Bytes: 3 K a row.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from dsuf.kernels.catalogue import Entry, Width
 from dsuf.kernels.lang import Kernel, int32, int64, kernel, regs, s32, s64, uint32, unroll
 from dsuf.kernels.ptx.convert import bf16x2, e4m3x4_f16, f16_high, f16_low, ue8m0
-from dsuf.kernels.ptx.memory import ldg_u8, ldg_u16, ldg_u32, stg_u32x4
+from dsuf.kernels.ptx.memory import ldg_u8, ldg_u16, stg_u32x4
 from dsuf.kernels.ptx.op import ALL_CHIPS
 from dsuf.kernels.ptx.sync import (
     block_count,
@@ -58,32 +58,9 @@ def make_q8() -> Kernel:
     return expand
 
 
-def make_bf16() -> Kernel:
-    """From bf16 rows in natural order."""
-
-    @kernel(threads=THREADS, grid=(BLOCKS,), name="expand_bf16")
-    def expand(x: s64, out: s64, rows: s32, k: s32) -> None:
-        tid = int32(thread_index())
-        wait_for_previous_kernel()
-        let_next_kernel_start()
-        for row in range(block_index(), rows, block_count()):
-            line = x + int64(row) * k * 2
-            for piece in range(tid, k >> 3, THREADS):
-                at = line + ((piece >> 2) * 64 + (piece & 3) * 4)
-                stg_u32x4(
-                    out + (int64(row) * k + piece * 8) * 2,
-                    (ldg_u32(at), ldg_u32(at + 16), ldg_u32(at + 32), ldg_u32(at + 48)),
-                )
-
-    return expand
-
-
 def entries(width: Width) -> list[Entry]:
-    """One kernel each for all widths; the floor is that of 4,096 rows of wo_b's input."""
+    """One kernel for all widths; the floor is that of 4,096 rows of wo_b's input."""
     if width.label != "v41":
         return []
     size = 4096 * width.spec.o_groups * width.spec.o_lora_rank
-    return [
-        Entry("dense.expand_q8", make_q8, {}, ALL_CHIPS, q8_decode, 3 * size + size // 32, 4 * size),
-        Entry("dense.expand_bf16", make_bf16, {}, ALL_CHIPS, q8_decode, 4 * size, 0),
-    ]
+    return [Entry("dense.expand_q8", make_q8, {}, ALL_CHIPS, q8_decode, 3 * size + size // 32, 4 * size)]

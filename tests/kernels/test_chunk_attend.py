@@ -18,7 +18,7 @@ from tests.kernels.test_attend import turned
 
 WIDTHS = {  # heads, d, rope, window, topk
     "tiny": (4, 64, 16, 8, 8),
-    "narrow": (64, 128, 64, 8, 8),
+    "narrow": (24, 128, 64, 8, 8),
     "middle": (64, 256, 32, 8, 8),
     "real": (64, 512, 64, 128, 512),
 }

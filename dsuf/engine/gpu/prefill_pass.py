@@ -18,7 +18,6 @@ import numpy as np
 from dsuf.engine.gpu.prefill_buffers import ChunkBuffers, ChunkRows, carried_bytes, row_table, sizes_of
 from dsuf.engine.gpu.prefill_walk import Chunk
 from dsuf.engine.gpu.step_walk import Model
-from dsuf.kernels.ptx.op import HOPPER
 
 if TYPE_CHECKING:
     from dsuf.engine.gpu.device import Device
@@ -31,7 +30,6 @@ class PrefillPass:
 
     def __init__(self, device: Device, model: Model, slots: int, rows: int, context: int) -> None:
         spec = model.spec
-        self.warpgroups = device.chip in HOPPER
         self.device, self.model, self.most_rows = device, model, max(rows, spec.sliding_window)
         self.buffers = ChunkBuffers.allocate(device, spec, self.most_rows, slots, context)
         self.rows = ChunkRows.at(self.buffers.table, self.most_rows)
@@ -78,7 +76,7 @@ class PrefillPass:
         self._events[place] = self.device.record()
         return Chunk(
             self.device.launch, self.model, self.buffers, self.rows, (self.most_rows, self.scores_bytes), slot, start,
-            len(ids), decoder_start, warpgroups=self.warpgroups,
+            len(ids), decoder_start,
         )  # fmt: skip
 
     def _carry(self, slot: int, start: int, count: int, *, store: bool) -> None:

@@ -31,14 +31,12 @@ class Chunk:
 
     def __init__(
         self, launch: Launch, model: Model, buffers: ChunkBuffers, rows: ChunkRows, sizes: tuple[int, int], slot: int,
-        start: int, count: int, decoder_start: int, *, warpgroups: bool,
+        start: int, count: int, decoder_start: int,
     ) -> None:  # fmt: skip
-        """sizes: rows of the buffers, bytes of scores. Positions start .. start + count - 1 of a slot. warpgroups: the
-        chip has the products that chunk attention and scores are made of; else decode's kernels make them.
-        """
+        """sizes: rows of the buffers, bytes of scores. Positions start .. start + count - 1 of a slot."""
         self.launch, self.model, self.b, self.rows, self.sizes = launch, model, buffers, rows, sizes
         self.slot, self.start, self.count, self.decoder_start = slot, start, count, decoder_start
-        self.spec, self.most_rows, self.warpgroups = model.spec, sizes[0], warpgroups
+        self.spec, self.most_rows = model.spec, sizes[0]
         self.k = Launches(launch, self.spec, rows, count, model.rank)
         self.ring = self.most_rows + self.spec.sliding_window
         self.history_slots = history_slots(self.spec, self.most_rows)
@@ -190,12 +188,6 @@ class Chunk:
         b, spec, r = self.b, self.spec, self.rows
         source, pool = self.model.caches.source(role), self.model.caches.pool
         first = r.decoder_first if role.index >= spec.decoder_start_layer else r.first
-        if not self.warpgroups:
-            selected = (b.selected, b.chosen) if source is not None else (0, 0)
-            self.k.attend(b.q, b.windows, 0, self.ring, first, pool, source, selected, table, weights.attn_sink, b.o)
-            grid, width = (min(EXPAND_BLOCKS, self.count), 1), self.k.share.num_attention_heads * spec.head_dim
-            self.launch("dense.expand_bf16", b.o, b.q, self.count, width, grid=grid)  # nobody needs q any more
-            return b.q
         pages, topk = (0, 0, 0, 0, 0, 1), 0
         if source is not None:
             codes, scales, topk = pool.base + source.codes.offset, pool.base + source.scales.offset, spec.index_topk
@@ -236,7 +228,7 @@ class Chunk:
         self.project("index_wq_b", weights.index_wq_b, b.expanded, b.index_y)
         self.k.index_query(b.index_y, table, b.index_q)
         self.project("index_weights", weights.index_weights, b.x_rows, b.index_weights)
-        if role.is_candidate_source or role.uses_candidates or not self.warpgroups:
+        if role.is_candidate_source or role.uses_candidates:
             for row in range(0, self.count, MOST_ROWS):
                 self._select_by_blocks(role, source, row, min(MOST_ROWS, self.count - row))
             return
@@ -310,7 +302,7 @@ class Chunk:
         skipped = self.count - count
         last = Chunk(
             self.launch, self.model, self.b, self.rows.after(skipped), self.sizes, self.slot, self.start + skipped,
-            count, self.decoder_start, warpgroups=self.warpgroups,
+            count, self.decoder_start,
         )  # fmt: skip
         last.write_drafter_windows(skipped)
 
