@@ -38,7 +38,9 @@ def serve(
     max_concurrency: Annotated[
         int | None, typer.Option("--max-concurrency", help="Calls at once; others wait in the client.")
     ] = None,
-    input_len: Annotated[int, typer.Option("--input-len", help="Tokens of a prompt, or of a turn.")] = 512,
+    input_len: Annotated[
+        int, typer.Option("--input-len", help="Tokens of a prompt, or of a turn, by DeepSeek's tokenizer.")
+    ] = 512,
     output_len: Annotated[int, typer.Option("--output-len", help="Tokens of an answer.")] = 128,
     range_ratio: Annotated[float, typer.Option("--range-ratio", help="Lengths vary by up to this share.")] = 0.0,
     prefix_len: Annotated[int, typer.Option("--prefix-len", help="prefix: tokens that prompts share.")] = 1024,

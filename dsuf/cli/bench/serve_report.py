@@ -228,13 +228,20 @@ _ROWS = (
     ("Short prompts answered", "short_completed"), ("Long prompts answered", "long_completed"),
     ("Long prompts (tok/s)", "long_prompt_tokens_per_s"),
 )  # fmt: skip
+_COUNTS = frozenset((
+    "completed", "failed", "total_input_tokens", "total_output_tokens", "cache_hit_tokens", "max_concurrent_requests",
+    "short_completed", "long_completed",
+))  # fmt: skip
 _TIMES = ("ttft", "tpot", "itl", "e2el", "alone_gap", "mixed_gap", "short_ttft", "long_ttft")
 
 
 def table(metrics: dict[str, float]) -> list[str]:
     """Lines for people, in the order that users of vLLM know."""
     lines = [f"{' Serving benchmark ':=^72}"]
-    lines += [f"{title + ':':42}{metrics[name]:>12,.2f}" for title, name in _ROWS if name in metrics]
+    for title, name in _ROWS:
+        if name in metrics:
+            whole = name in _COUNTS and float(metrics[name]).is_integer()  # the median of two runs may not be
+            lines.append(f"{title + ':':42}{metrics[name]:>12,.{0 if whole else 2}f}")
     lines.append(f"{'ms':18}" + "".join(f"{head:>9}" for head in ("mean", "std", *(f"p{p}" for p in PERCENTILES))))
     for name in _TIMES:
         if f"mean_{name}_ms" in metrics:

@@ -9,7 +9,9 @@ from dsuf.cli.live import say
 def print_table(result: BenchResult) -> None:
     """Median, least, most and standard deviation of each metric; then floor and ceilings."""
     machine = f"{result.machine['cpu']}, {result.machine['cores']} cores"
-    say(f"{result.kind} of {result.model['name']} on {result.backend}: {machine}, {len(result.samples)} repeats")
+    count = len(result.samples)
+    repeats = "1 repeat" if count == 1 else f"{count} repeats"
+    say(f"{result.kind} of {result.model['name']} on {result.backend}: {machine}, {repeats}")
     say(f"{'':28}{'median':>12}{'min':>12}{'max':>12}{'std':>12}")
     for name in result.samples[0]:
         values = (result.metrics[f"{prefix}{name}"] for prefix in ("", "min_", "max_", "std_"))
