@@ -223,6 +223,7 @@ def beside(device: Device) -> Result:
     moves.close()
     for found in out.values():
         found["longer"] = found["median_ms"] / alone["median_ms"] - 1
+        found["mean_longer"] = found["mean_ms"] / alone["mean_ms"] - 1
     return out
 
 
@@ -241,7 +242,7 @@ class Busy:
 
     def save(self) -> None:
         """Called in every turn."""
-        while len(self.moves._jobs) < 2:
+        for _ in range(2 - len(self.moves._jobs)):
             self.moves.snapshot(self.slots[0], COPIED, COPIED - 128, self.wanted, self.back)
 
     def load(self) -> None:
