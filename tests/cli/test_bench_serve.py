@@ -167,7 +167,7 @@ class TestMix:
         assert run_command(["repro", "mix", "--url", "http://x", "--runs", "3"]) == 0
         assert given["dataset"] == "mix" and given["mix_long_len"] == 131_072 and given["repeat"] == 3
         assert run_command(["repro", "mix", "--check"]) == 2
-        assert "--save and --check" in capsys.readouterr().err
+        assert "--check is for recipes that ask for a page" in capsys.readouterr().err
         assert fake is not None
 
 

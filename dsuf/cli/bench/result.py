@@ -97,7 +97,7 @@ def bigger_is_better(name: str) -> bool | None:
 def unit(name: str) -> str:
     """Unit of a metric, from the end of its name."""
     for suffix, text in (
-        ("_tokens_per_s", "tokens/s"),
+        ("tokens_per_s", "tokens/s"),
         ("_gb_per_s", "GB/s"),
         ("_us", "us"),
         ("_ms", "ms"),

@@ -14,6 +14,7 @@ from dsuf.cli.bench.result import (
     new_result,
     read_result,
     summarise,
+    unit,
     write_result,
     write_whole,
 )
@@ -58,6 +59,19 @@ def test_each_quantity_has_median_min_max_and_std():
 )
 def test_the_unit_decides_what_is_better(name, direction):
     assert bigger_is_better(name) is direction
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("tokens_per_s", "tokens/s"),
+        ("decode_tokens_per_s", "tokens/s"),
+        ("save_gb_per_s", "GB/s"),
+        ("first_token_s", "s"),
+    ],
+)
+def test_a_metric_names_its_unit(name, expected):
+    assert unit(name) == expected
 
 
 def test_the_object_has_the_documented_keys_and_is_honest_about_the_machine(tmp_path):
