@@ -219,7 +219,9 @@ class Device:
             try:
                 self._copy_batch(targets.tolist(), sources.tolist(), sizes.tolist())
                 return
-            except RuntimeError:  # the driver is older than the call
+            except (RuntimeError, DeviceError):  # the driver is older than the call, or takes no such batch
+                if self.lost is not None:
+                    raise
                 self._batches = False
         for target, source, nbytes in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             self.copy_async(target, source, nbytes)

@@ -64,7 +64,7 @@ class Registered:
         try:
             self._device.make_current()
             self._register(memory, pieces)
-        except DeviceError as error:
+        except Exception as error:  # whatever it is, staging is right
             done, total = len(pieces) * self._piece / GIB, len(memory) / GIB
             print(
                 f"dsuf engine: {done:.1f} of {total:.1f} GiB of cache memory are page-locked, no more can be: {error} "

@@ -150,13 +150,16 @@ class TestRegistered:
         assert [bytes(got[number]) for number in range(3)] == kept
         assert b"".join(bytes(part) for part in out) == kept_state
 
-    def test_a_machine_that_refuses_is_told_of_and_the_rest_goes_through_staging(self, copies, cached, device, capsys):
+    @pytest.mark.parametrize("error", [DeviceError("OUT_OF_MEMORY at registering."), RuntimeError("OUT_OF_MEMORY: no.")])
+    def test_a_machine_that_refuses_is_told_of_and_the_rest_goes_through_staging(
+        self, copies, cached, device, capsys, error
+    ):
         register, before = device.register, [0]
 
         def some(address, nbytes):
             before[0] += 1
             if before[0] > 5:
-                raise DeviceError("GPU 0 (interpreter): CUDA_ERROR_OUT_OF_MEMORY at registering host memory.")
+                raise error
             register(address, nbytes)
 
         device.register = some
@@ -165,7 +168,7 @@ class TestRegistered:
         registered.settle()
         assert registered.end - registered.begin == 5 * PIECE
         said = capsys.readouterr().err
-        assert "0.0 of 0.0 GiB of cache memory are page-locked, no more can be: GPU 0" in said
+        assert "0.0 of 0.0 GiB of cache memory are page-locked, no more can be: OUT_OF_MEMORY" in said
         assert "--kv-host-bytes" in said and said.count("\n") == 1
         position = 280
         lent = arena.pages(5, 6, 7), arena.state(8, 1)

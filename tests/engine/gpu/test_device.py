@@ -42,6 +42,26 @@ class TestFaults:
             broken.check(Status(1), "a step")
         assert broken.lost is None
 
+    def test_a_batch_that_the_driver_does_not_take_is_copied_piece_by_piece(self, broken):
+        copied, many = [], np.arange(1, 7) * 100
+        broken.copy_async = lambda *args: copied.append(args)
+        broken._copy_batch = lambda *args: broken._fail("CUDA_ERROR_INVALID_VALUE", "copying 6 pieces")
+        for _ in range(2):
+            broken.copy_many(many, many + 1000, np.full(6, 100))
+        assert copied == [(at, at + 1000, 100) for at in range(100, 700, 100)] * 2 and not broken._batches
+
+    def test_a_batch_that_breaks_the_device_does(self, broken):
+        broken._copy_batch = lambda *args: broken._fail("CUDA_ERROR_ILLEGAL_ADDRESS", "copying 6 pieces")
+        with pytest.raises(DeviceError, match="ILLEGAL_ADDRESS"):
+            broken.copy_many(np.arange(6), np.arange(6), np.full(6, 100))
+
+    @pytest.mark.parametrize(("count", "size", "batch"), [(4, 100, False), (5, 100, True), (400, 2 << 20, False)])
+    def test_many_small_copies_are_a_batch(self, broken, count, size, batch):
+        batches, single, at = [], [], np.arange(count)
+        broken.copy_async, broken._copy_batch = lambda *args: single.append(args), lambda *args: batches.append(args)
+        broken.copy_many(at, at, np.full(count, size))
+        assert (len(batches), len(single)) == ((1, 0) if batch else (0, count))
+
     def test_an_absent_kernel_says_what_to_run(self, broken):
         with pytest.raises(DeviceError, match=r"no kernel embed/v41 for sm_90a.*dsuf build --sm sm_90a"):
             broken.launch("embed/v41", 1)
