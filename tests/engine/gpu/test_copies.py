@@ -150,7 +150,7 @@ class TestRegistered:
         assert [bytes(got[number]) for number in range(3)] == kept
         assert b"".join(bytes(part) for part in out) == kept_state
 
-    @pytest.mark.parametrize("error", [DeviceError("OUT_OF_MEMORY at registering."), RuntimeError("OUT_OF_MEMORY: no.")])
+    @pytest.mark.parametrize("error", [DeviceError("OUT_OF_MEMORY."), RuntimeError("OUT_OF_MEMORY: none.")])
     def test_a_machine_that_refuses_is_told_of_and_the_rest_goes_through_staging(
         self, copies, cached, device, capsys, error
     ):
