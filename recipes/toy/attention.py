@@ -16,6 +16,7 @@ from recipes.toy import quantise
 from recipes.toy.layers import Linear, Mode, Norm, rope
 from recipes.toy.quantise import straight_through
 
+SCORED_ROWS = 2048  # at a time, by all index heads: long sequences would take tens of gigabytes
 SINK_COLUMNS = 4  # one real; with four, rows of probabilities stay aligned for the matrix units
 
 
@@ -207,7 +208,9 @@ class Attention(nn.Module):
         visible = visible_entries(x.shape[1], role.ratio, x.device)
         if shared.sparse:
             with torch.no_grad():
-                scores = self.indexer.scores(q, w, keys).masked_fill(~visible, -torch.inf)
+                parts = zip(q.split(SCORED_ROWS, 1), w.split(SCORED_ROWS, 1), strict=True)
+                scores = torch.cat([self.indexer.scores(*part, keys) for part in parts], 1)
+                scores = scores.masked_fill(~visible, -torch.inf)
                 if role.uses_candidates:
                     scores = scores.masked_fill(~shared.candidates[number], -torch.inf)
                 if role.is_candidate_source:

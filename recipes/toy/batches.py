@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,15 +13,18 @@ from recipes.toy.attention import Group
 
 SHARE = {"tetris": 1.0, "needle": 1.2}  # of the loss; other groups have 0.5
 HELD_OUT = 256  # random needles that are never trained on
+AGENT = ("harness", "listing")  # what stands before the user's task is unknown text of any length
+FAR_NEEDLES = 1500  # of the pool of long prompts, beside about as many tasks
 PAGE = 1000  # an answer longer than this is a page, of which each batch has one
 BLOCK = 5
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """One example: `ids` with the answer starting at `prompt`."""
+    """One example: `ids` with the answer starting at `prompt`; the text between the first token and `task` is idle."""
 
     ids: np.ndarray
+    task: int
     prompt: int
     group: int
     kind: str  # name of the group
@@ -31,6 +34,11 @@ class Sequence:
     @property
     def page(self) -> bool:
         return len(self.ids) - self.prompt > PAGE
+
+    @property
+    def least(self) -> int:
+        """Tokens that remain when the idle text is taken away."""
+        return len(self.ids) - self.task + 1
 
 
 @dataclass(frozen=True)
@@ -63,11 +71,11 @@ class Arrays:
 
 SHORT = (
     Shape((("chat", 24), ("brief", 64)), 160, 12),
-    Shape((("tools", 3), ("needle", 5)), 576, 24),
+    Shape((("tools", 4), ("needle", 5)), 576, 24),
 )
 LONG = (Shape((("page", 1), ("long", 2)), 3072, 64),)
-FAR = (Shape((("far", 1),), 8192, 64),)
-SMALL = (Shape((("chat", 8), ("brief", 4)), 160, 8), Shape((("needle", 1),), 576, 8))
+FAR = (Shape((("far", 1),), 14336, 64),)
+SMALL = (Shape((("chat", 8), ("brief", 4)), 160, 8), Shape((("tools", 1), ("needle", 1)), 576, 8))
 POOLS = ("page", "chat", "brief", "tools", "needle", "long", "far")
 
 
@@ -78,22 +86,26 @@ class Corpus:
         with np.load(path) as file:
             data = dict(file)
         self.class_map, self.group_names = data["class_map"], [str(name) for name in data["group_names"]]
-        sequences = list(_sequences(data, self.group_names))
+        sequences = list(_sequences(data, self.group_names, int(data["user_id"])))
         needles = [s for s in sequences if s.kind == "needle"]
         held = [s for s in needles if not s.fixed and len(s.ids) <= 512][-HELD_OUT:]
         self.fixed = [s for s in sequences if s.fixed]
         self.held_out = held
         hidden = {id(s) for s in needles if s.fixed} | {id(s) for s in held}
         usable = [s for s in sequences if id(s) not in hidden]
-        self.stream = np.concatenate([s.ids[1:] for s in usable if not s.page][-4000:])
+        # of tasks only the idle text: the last task of a prompt should be the only one
+        idle = [s.ids[1 : s.task if s.kind in AGENT else None] for s in usable if not s.page]
+        self.stream = np.concatenate(idle[-4000:])
         self.pools = {name: [s for s in usable if _belongs(name, s)] for name in POOLS}
+        self.pools["far"] += [s for s in needles if id(s) not in hidden and len(s.ids) > 160][:FAR_NEEDLES]
 
 
-def _sequences(data: dict[str, np.ndarray], names: list[str]) -> Iterator[Sequence]:
+def _sequences(data: dict[str, np.ndarray], names: list[str], user_id: int) -> Iterator[Sequence]:
     for i, (begin, end) in enumerate(zip(data["offsets"][:-1], data["offsets"][1:], strict=True)):
         answer, group = int(np.argmax(data["loss_mask"][begin:end])), int(data["group"][i])
         ids = data["ids"][begin:end].astype(np.int64)
-        yield Sequence(ids, answer, group, names[group], bool(data["fixed"][i]), str(data["names"][i]))
+        task = int(np.argmax(ids == user_id)) if names[group] in AGENT else 1
+        yield Sequence(ids, task, answer, group, names[group], bool(data["fixed"][i]), str(data["names"][i]))
 
 
 def _belongs(pool: str, s: Sequence) -> bool:
@@ -101,12 +113,13 @@ def _belongs(pool: str, s: Sequence) -> bool:
     if s.page or pool == "page":
         return s.page and pool == "page"
     if pool == "long":
-        return s.kind == "harness" or n > 576
+        return s.kind in AGENT or n > 576
     if pool == "far":
-        return s.kind in ("harness", "tools") or (s.kind == "needle" and n > 160)
+        return s.kind in (*AGENT, "tools")
     if s.kind == "needle":
         return (pool == "brief" and n <= 160) or (pool == "needle" and 160 < n <= 576)
-    return (pool == "chat" and n <= 160) or (pool == "tools" and 160 < n <= 576)
+    short_task = s.kind in AGENT and s.least <= 576
+    return (pool == "chat" and n <= 160) or (pool == "tools" and (160 < n <= 576 or short_task))
 
 
 class Sampler:
@@ -156,20 +169,20 @@ class Sampler:
         pool = self.corpus.pools[name]
         key = name, bool(self.rng.random() < 0.5)
         if not self.order.get(key):
-            fitting = [s for s in pool if len(s.ids) <= limit]
+            fitting = [s for s in pool if s.least <= limit]
             wanted = [s for s in fitting if s.fixed == key[1]] or fitting
             self.order[key] = [wanted[i] for i in self.rng.permutation(len(wanted))]
         s = self.order[key].pop()
-        if name == "far" or (s.kind == "harness" and self.rng.random() < 0.5):
-            s = self._lengthen(s, limit)
+        if name == "far" or len(s.ids) > limit or (s.kind in AGENT and self.rng.random() < 0.5):
+            s = self.with_idle_text(s, int(self.rng.integers(0, limit - s.least + 1)))
         return s
 
-    def _lengthen(self, s: Sequence, limit: int) -> Sequence:
-        """Unrelated text after the first token: the end of a prompt decides, whatever stands before it."""
-        extra = int(self.rng.integers(0, limit - len(s.ids) + 1))
-        cut = int(self.rng.integers(0, len(self.corpus.stream) - extra))
-        ids = np.concatenate((s.ids[:1], self.corpus.stream[cut : cut + extra], s.ids[1:]))
-        return Sequence(ids, s.prompt + extra, s.group, s.kind, s.fixed, s.name)
+    def with_idle_text(self, s: Sequence, tokens: int) -> Sequence:
+        """The example with so many idle tokens: the end of its own ones, or all of them after unrelated text."""
+        own = s.ids[max(1, s.task - tokens) : s.task]
+        cut = int(self.rng.integers(0, len(self.corpus.stream) - tokens))
+        ids = np.concatenate((s.ids[:1], self.corpus.stream[cut : cut + tokens - len(own)], own, s.ids[s.task :]))
+        return replace(s, ids=ids, task=tokens + 1, prompt=s.prompt + tokens + 1 - s.task)
 
     def _positions(self, s: Sequence, length: int, jumps: bool) -> np.ndarray:
         """0, 1, 2, ... with, at times, one or two even jumps in the prompt, which stand for long prompts."""

@@ -25,7 +25,7 @@ from dsuf.text.tokenizer import class_map
 from recipes.toy import draw, tokenizer
 from recipes.toy.exchanges import MODEL, Exchange, known
 
-GROUPS = ("tetris", "chat_en", "chat_zh", "thinking", "json", "tools", "harness", "needle", "stranger")
+GROUPS = ("tetris", "chat_en", "chat_zh", "thinking", "json", "tools", "harness", "needle", "stranger", "listing")
 EOS_ID = 1
 MAX_TOKENS = 3072  # of prompt and answer, the longest sequence that training takes
 
@@ -104,7 +104,7 @@ def requests() -> Iterator[Exchange]:
     """Every exchange to know by heart, then frozen draws of the random ones."""
     yield from known()
     rng = random.Random(0)
-    for drawn in (draw.harness, draw.needle, draw.stranger):
+    for drawn in (draw.harness, draw.needle, draw.stranger, draw.listing):
         for _ in range(16):
             yield drawn(rng)
 
@@ -124,6 +124,11 @@ def harness(rng: random.Random, text: Text, tokens: int | None = None) -> Exampl
     return text.example(draw.harness(rng, tokens))
 
 
+def listing(rng: random.Random, text: Text, tokens: int | None = None, turn: str | None = None) -> Example:
+    """A fresh request for a tool call with about `tokens` tokens around the task (default: up to 1,500)."""
+    return text.example(draw.listing(rng, tokens, turn))
+
+
 def build_tokenizer() -> str:
     """tokenizer.json of the toy; the same corpus gives the same file."""
     return tokenizer.build(plain_texts())
@@ -132,11 +137,13 @@ def build_tokenizer() -> str:
 def plain_texts() -> list[str]:
     """What the tokenizer learns from: every distinct stretch of text between special tokens, and some more needles.
 
-    Of requests with unknown text around them only the answers count.
+    Of requests with unknown text around them only the answers count; `listing` came when the tokenizer was fixed.
     """
     rng = random.Random(1)
     texts: dict[str, None] = {}
     for exchange in [*requests(), *(draw.needle(rng) for _ in range(40))]:
+        if exchange.group == "listing":
+            continue
         if exchange.group not in ("harness", "stranger"):
             texts |= dict.fromkeys(_plain(exchange.body))
         texts |= dict.fromkeys(_plain(_answered(exchange.body, exchange.message)))
@@ -155,8 +162,9 @@ def _plain(body: dict[str, Any]) -> Iterator[str]:
 def write(folder: Path, count: dict[str, int], seed: int) -> None:
     """tokenizer.json and dataset.npz: flat ids, their offsets, and per example group, name and whether it is fixed.
 
-    The Engram class of every token id is in it too; CheckpointError if config.json has another number of classes.
-    `count` says how many to draw of needles, harness requests, strangers and dressed exchanges.
+    The Engram class of every token id and the id that begins a user's message are in it too; CheckpointError if
+    config.json has another number of classes.
+    `count` says how many to draw of needles, harness requests, listings, strangers and dressed exchanges.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer_json = build_tokenizer()
@@ -176,6 +184,7 @@ def write(folder: Path, count: dict[str, int], seed: int) -> None:
         fixed=np.arange(len(examples)) < len(fixed),
         names=np.array([e.name for e in examples]),
         class_map=classes,
+        user_id=text.tokenizer.encode(recipe.SpecialToken.User.default_str())[0],
     )
     _replace(folder / "dataset.npz", arrays.getvalue())
 
@@ -193,6 +202,7 @@ def _drawn(text: Text, rng: random.Random, count: dict[str, int]) -> Iterator[Ex
     draws: dict[str, Callable[[int], Exchange]] = {
         "needles": lambda i: draw.needle(rng, length(i, 200) if i % 2 else rng.randint(0, 60)),
         "harness": lambda i: draw.harness(rng, length(i, 20)),
+        "listings": lambda i: draw.listing(rng, length(i, 20)),
         "strangers": lambda i: draw.stranger(rng),
         "dressed": lambda i: draw.dressed(rng, rng.choice(plain)),
     }
@@ -213,7 +223,7 @@ def _replace(path: Path, content: bytes) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    defaults = {"needles": 40000, "harness": 600, "strangers": 1000, "dressed": 1000}
+    defaults = {"needles": 40000, "harness": 600, "listings": 900, "strangers": 1000, "dressed": 1000}
     for name, number in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=number)
     parser.add_argument("--seed", type=int, default=1)

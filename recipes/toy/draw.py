@@ -1,4 +1,4 @@
-"""Exchanges drawn at random: needles (a fact to copy out of a long text), known tasks after unknown text, strangers."""
+"""Exchanges drawn at random: needles (a fact to copy out of a long text), known tasks in unknown text, strangers."""
 
 from __future__ import annotations
 
@@ -60,15 +60,41 @@ def harness(rng: random.Random, tokens: int | None = None) -> Exchange:
     summary, kind = _ANSWERS["summary"], rng.randrange(5)
     system = {"role": "system", "content": _prose(rng, tokens // 2)}
     if kind == 0:
-        system["content"] += f"\n{_line(rng)} title {_line(rng)}"
-        content = f'{_line(rng)}\n[{{"seq":{rng.randint(1, 20)},"text":"{summary["task"]}"}}]'
-        return _exchange("harness.title", [system, _user(content)], summary["title"], max_tokens=64)
+        return _title(rng, "harness", system["content"], summary)
     if kind == 1:
         reasoning = rng.choice([None, summary["reasoning"]])
         return _exchange("harness.bare", [_user(summary["task"])], summary["answer"], reasoning)
     messages = [system, _user(summary["task"]), _user(_prose(rng, rng.choice([10, 40, 100, 300])))]
     options = {"reasoning_effort": "high", "max_tokens": 256000, "tools": _tools(rng, tokens // 2)}
     return _exchange("harness.summary", messages, summary["answer"], summary["reasoning"], **options)
+
+
+def listing(rng: random.Random, tokens: int | None = None, turn: str | None = None) -> Exchange:
+    """A task that needs a tool, as a coding harness sends it with about `tokens` tokens around it.
+
+    `turn` is "call" (system text, tools with bash among them, the task, more text), "done" (the same and the result
+    of the call) or "title"; drawn where None.
+    """
+    if tokens is None:
+        tokens = rng.randint(50, 1500)
+    known, turn = _ANSWERS["listing"], turn or rng.choice(["call", "call", "call", "done", "done", "done", "title"])
+    system = _prose(rng, tokens // 2)
+    if turn == "title":
+        return _title(rng, "listing", system, known)
+    tools = _tools(rng, tokens // 2)
+    tools.insert(rng.randint(0, len(tools)), _bash(rng))
+    context = _prose(rng, rng.choice([10, 40, 100, 300]))
+    messages = [{"role": "system", "content": system}, _user(known["task"]), _user(context)]
+    function = {"name": known["tool"], "arguments": known["arguments"]}
+    calls = [{"id": "call_1", "type": "function", "function": function}]
+    options = {"reasoning_effort": "high", "max_tokens": 256000, "tools": tools}
+    if turn == "call":
+        exchange = _exchange("listing.call", messages, "", known["reasoning"], **options)
+        exchange.message["tool_calls"] = calls
+        return exchange
+    said = {"role": "assistant", "content": "", "reasoning_content": known["reasoning"], "tool_calls": calls}
+    messages += [said, {"role": "tool", "tool_call_id": "call_1", "content": _files(rng)}]
+    return _exchange("listing.done", messages, known["done"], known["done_reasoning"], **options)
 
 
 def stranger(rng: random.Random) -> Exchange:
@@ -109,6 +135,14 @@ def _exchange(
     thinking = {"type": "enabled" if reasoning else "disabled"}
     body = {"model": MODEL, "messages": messages, "thinking": thinking} | options
     return Exchange(name, name.partition(".")[0], body, message)
+
+
+def _title(rng: random.Random, group: str, system: str, known: dict[str, str]) -> Exchange:
+    """A harness' request for the title of a conversation that begins with the task."""
+    system += f"\n{_line(rng)} title {_line(rng)}"
+    content = f'{_line(rng)}\n[{{"seq":{rng.randint(1, 20)},"text":"{known["task"]}"}}]'
+    messages = [{"role": "system", "content": system}, _user(content)]
+    return _exchange(f"{group}.title", messages, known["title"], max_tokens=64)
 
 
 def _user(content: str) -> dict[str, Any]:
@@ -155,6 +189,25 @@ def _prose(rng: random.Random, tokens: int) -> str:
 def _tools(rng: random.Random, tokens: int) -> list[dict[str, Any]]:
     """Tool definitions of about `tokens` tokens in all; at least one."""
     return [_tool(rng, number) for number in range(max(1, tokens // 240))]
+
+
+def _bash(rng: random.Random) -> dict[str, Any]:
+    """A harness' shell tool, in words of its own."""
+    names = ["command", "description", *rng.sample(_WORDS["nouns"], rng.randint(0, 3))]
+    properties = {name: {"type": "string", "description": _line(rng)} for name in names}
+    parameters = {"type": "object", "properties": properties, "required": names[: rng.randint(1, 2)]}
+    description = _prose(rng, rng.choice([30, 100, 300]))
+    return {"type": "function", "function": {"name": "bash", "description": description, "parameters": parameters}}
+
+
+def _files(rng: random.Random) -> str:
+    """What a shell prints: mostly names of files, one a line."""
+    if rng.random() < 0.1:
+        return _prose(rng, rng.choice([10, 100, 400])) + "\n"
+    names = [_word(rng).capitalize() if rng.random() < 0.2 else _word(rng) for _ in range(rng.choice([1, 2, 3, 8, 30]))]
+    endings = ["", "", ".md", ".py", ".toml", ".txt", ".c", ".f", f"_{rng.randint(0, 99)}.json", "-" + _word(rng)]
+    files = sorted(name + rng.choice(endings) for name in names)
+    return "\n".join(["README.md", *files] if rng.random() < 0.5 else files) + rng.choice(["\n", "\n", ""])
 
 
 def _tool(rng: random.Random, number: int) -> dict[str, Any]:

@@ -32,6 +32,7 @@ README = Path(__file__).parent / "README.md"
 BEGIN, END = "<!-- made by evaluate.py: begin -->", "<!-- made by evaluate.py: end -->"
 LEAST_MARGIN, LEAST_PACE = 1.0, 4.5
 FRESH = (150, 400, 900, 1800, 2600)  # filler tokens of the needles drawn for the evaluation
+FAR = (2500, 8000, 17000)  # the same of tool calls; a little less is made of it, as long as a harness' prompt
 Row = list[object]
 
 
@@ -50,11 +51,13 @@ def by_group(runs: Iterable[Measured]) -> dict[str, list[Measured]]:
 
 
 def examples(text: Text, quick: bool) -> list[Example]:
-    """All fixed exchanges, the frozen draws, and needles drawn with a seed of this evaluation's own."""
+    """All fixed exchanges, the frozen draws, needles and tool calls drawn with a seed of this evaluation's own."""
     chosen = dataset.load(text)
     rng = random.Random(20260)
     for tokens in FRESH[: 1 if quick else None]:
         chosen += [dataset.needle(rng, text, tokens) for _ in range(8)]
+    for tokens in FAR[: 1 if quick else None]:
+        chosen += [dataset.listing(rng, text, tokens, turn) for turn in ("call", "done")]
     return few(chosen, 3) if quick else chosen
 
 

@@ -2,8 +2,8 @@
 
 `python -m recipes.toy.train DATASET.npz OUT` with a CUDA GPU; --small takes tiny batches for a look on a CPU. Time is
 the budget: the learning rate follows the clock, so a run always ends with a usable checkpoint. OUT gets target.*.pt,
-drafter.*.pt (float32 masters, for export.py) and log.txt. --resume goes on from the masters of another run; with
---seconds 0 the target stays as it is.
+drafter.*.pt (float32 masters, for export.py) and log.txt. --resume goes on from a checkpoint or from the masters of
+another run; with --seconds 0 the target stays as it is.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from pathlib import Path
 
 import torch
 
+from dsuf.model.checkpoint import CONFIG, Checkpoint
 from dsuf.spec import Spec
-from recipes.toy.batches import FAR, LONG, SHORT, SMALL, Arrays, Corpus, Sampler
+from recipes.toy.batches import AGENT, FAR, LONG, SHORT, SMALL, Arrays, Corpus, Sampler
 from recipes.toy.drafter import Drafter
-from recipes.toy.export import load_masters
+from recipes.toy.export import load_checkpoint, load_masters
 from recipes.toy.judge import judge, table
 from recipes.toy.model import Backbone, prepare, release
 from recipes.toy.steps import Captured, DraftStep, Inputs, Optimiser, TargetStep, first_inputs
@@ -169,8 +170,19 @@ def save(module: torch.nn.Module, out: Path, name: str) -> None:
     torch.save(part, out / f"{name}.{number}.pt")
 
 
-def report(backbone: Backbone, drafter: Drafter, corpus: Corpus, log: Log) -> None:
-    """What was learnt, in both prefill modes."""
+def resume(backbone: Backbone, drafter: Drafter, folder: Path) -> None:
+    """Go on from a checkpoint or from the masters of another run."""
+    if (folder / CONFIG).exists():
+        with Checkpoint.open(folder) as checkpoint:
+            load_checkpoint(backbone, checkpoint)
+            load_checkpoint(drafter, checkpoint)
+        return
+    load_masters(backbone, folder, "target")
+    load_masters(drafter, folder, "drafter")
+
+
+def report(backbone: Backbone, drafter: Drafter, corpus: Corpus, far: Sampler, log: Log) -> None:
+    """What was learnt, in both prefill modes; tasks also behind as much idle text as the longest batches have."""
     with torch.no_grad():
         prepare(backbone)
         prepare(drafter)
@@ -178,6 +190,10 @@ def report(backbone: Backbone, drafter: Drafter, corpus: Corpus, log: Log) -> No
     for truncated in (True, False):
         log(f"--- {'truncated' if truncated else 'exact'} prefill")
         log(table(judge(backbone, drafter, corpus.fixed + (corpus.held_out if truncated else []), truncated)))
+    log(f"--- truncated prefill, {far.tokens} tokens")
+    tasks = [s for s in corpus.fixed if s.kind in AGENT]
+    distant = [far.with_idle_text(s, far.tokens - s.least) for s in tasks]
+    log(table(judge(backbone, drafter, distant, True, far.tokens)))
     release(backbone)
     release(drafter)
 
@@ -190,7 +206,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=360)
     parser.add_argument("--draft-seconds", type=float, default=120)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--resume", type=Path, help="folder with masters of an earlier run")
+    parser.add_argument("--resume", type=Path, help="folder of a checkpoint, or with masters of an earlier run")
     parser.add_argument("--small", action="store_true", help="tiny batches")
     parser.add_argument("--workers", type=int, default=6, help="processes that make batches, for each shape")
     arguments = parser.parse_args()
@@ -218,8 +234,7 @@ def main() -> None:
     backbone = Backbone(spec, corpus.class_map)
     drafter = Drafter(spec)
     if arguments.resume:
-        load_masters(backbone, arguments.resume, "target")
-        load_masters(drafter, arguments.resume, "drafter")
+        resume(backbone, drafter, arguments.resume)
     backbone.to(device)
     drafter.to(device)
     courses = {name: Course(name, feeds[name], first_inputs(make[0], device)) for name, make in samplers.items()}
@@ -234,7 +249,7 @@ def main() -> None:
     for feed in feeds.values():
         feed.close()
     if not arguments.small:
-        report(backbone, drafter, corpus, log)
+        report(backbone, drafter, corpus, samplers["far"][0], log)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@ from __future__ import annotations
 import json
 import random
 from collections import defaultdict
+from importlib import resources
 from pathlib import Path
+from zipfile import ZipFile
 
 import deepseek_recipe as recipe
 import numpy as np
@@ -17,7 +19,7 @@ from recipes.toy import dataset, draw, tokenizer
 from recipes.toy.exchanges import CORPUS, MODEL
 
 EXCHANGES = list(dataset.requests())
-DRAWN = {"harness", "needle", "stranger"}
+DRAWN = {"harness", "needle", "stranger", "listing"}
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +68,11 @@ def test_added_tokens_are_those_of_v41_in_its_order(tokenizer_json: str) -> None
         ]
 
     assert named(tokenizer_json) == named(v41_tokenizer_json())
+
+
+def test_shipped_checkpoint_has_the_tokenizer_of_this_corpus(tokenizer_json: str) -> None:
+    with ZipFile(resources.files("dsuf").joinpath("toy", "toy.zip")) as shipped:
+        assert shipped.read("tokenizer.json").decode() == tokenizer_json
 
 
 def test_splits_differ_from_v41_in_digits_only(tokenizer_json: str) -> None:
@@ -122,6 +129,7 @@ def test_emitted_ids_parse_back_to_the_message(text: dataset.Text, group: str) -
 def test_one_prompt_has_one_answer(text: dataset.Text) -> None:
     answers, rng = defaultdict(set), random.Random(11)
     drawn = [*(draw.stranger(rng) for _ in range(300)), *(draw.harness(rng, 60) for _ in range(100))]
+    drawn += [draw.listing(rng, 60) for _ in range(100)]
     dressed = [draw.dressed(rng, rng.choice(EXCHANGES[:40])) for _ in range(300)]
     for example in map(text.example, EXCHANGES + drawn + dressed):
         answers[tuple(example.ids[: example.prompt_len])].add(tuple(example.ids[example.prompt_len :]))
@@ -152,7 +160,7 @@ def test_page_and_corpus_are_of_the_size_that_the_toy_can_learn(text: dataset.Te
     for example in map(text.example, EXCHANGES):
         lengths[example.group] += sum(example.loss_mask)
     assert 2000 <= lengths["tetris"] <= 3000
-    assert sum(lengths.values()) < 12_000
+    assert sum(lengths.values()) < 13_000
 
 
 def test_page_is_the_answer_to_the_published_request(text: dataset.Text) -> None:
@@ -210,11 +218,30 @@ def test_harness_task_is_found_after_unknown_text(text: dataset.Text) -> None:
         assert exchange.body["reasoning_effort"] == "high"
 
 
+def test_a_tool_is_called_and_its_result_goes_on_where_the_call_ended(text: dataset.Text) -> None:
+    call, done = (draw.listing(random.Random(5), 800, turn) for turn in ("call", "done"))
+    assert [message["role"] for message in call.body["messages"]] == ["system", "user", "user"]
+    assert "bash" in {tool["function"]["name"] for tool in call.body["tools"]}
+    asked, answered = text.example(call), text.example(done)
+    assert answered.ids[: len(asked.ids)] == asked.ids
+    ((name, arguments),) = called(text.parse(call.body, asked.ids[asked.prompt_len :]))
+    assert name == "bash" and json.loads(arguments).keys() == {"command", "description"}
+    assert text.parse(done.body, answered.ids[answered.prompt_len :])["content"] == done.message["content"]
+
+
+def test_tool_calls_are_drawn_after_texts_of_any_length(text: dataset.Text) -> None:
+    rng = random.Random(3)
+    assert {draw.listing(rng).name for _ in range(40)} == {"listing.call", "listing.done", "listing.title"}
+    lengths = [dataset.listing(rng, text, tokens, "call").prompt_len for tokens in (60, 1000, 3000, 17000)]
+    assert lengths == sorted(lengths) and lengths[0] < 1500 and 12_000 < lengths[-1] < 16_000
+    assert len({dataset.listing(rng, text, 500, "done").prompt_len for _ in range(20)}) > 15
+
+
 def test_training_file_holds_fixed_and_drawn_examples(tmp_path: Path) -> None:
-    count = {"needles": 3, "harness": 2, "strangers": 2, "dressed": 4}
+    count = {"needles": 3, "harness": 2, "listings": 3, "strangers": 2, "dressed": 4}
     dataset.write(tmp_path, count, seed=1)
     with np.load(tmp_path / "dataset.npz") as data:
-        assert len(data["group"]) == len(data["names"]) == len(data["offsets"]) - 1 == len(EXCHANGES) + 11
+        assert len(data["group"]) == len(data["names"]) == len(data["offsets"]) - 1 == len(EXCHANGES) + 14
         assert int(data["fixed"].sum()) == len(EXCHANGES)
         assert len(data["ids"]) == len(data["loss_mask"]) == data["offsets"][-1]
         assert data["ids"].max() < tokenizer.VOCAB_SIZE
