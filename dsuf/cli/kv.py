@@ -17,6 +17,7 @@ import typer
 from dsuf import wire
 from dsuf.cli.child import start_deaf
 from dsuf.cli.live import say
+from dsuf.cli.machine import memory_bytes
 from dsuf.config import Environment
 from dsuf.errors import ConfigError, DsufError, EnvironmentProblem
 
@@ -214,8 +215,5 @@ class AgentProcess:
 
 
 def _default_bytes() -> int:
-    """A quarter of the memory that is free; it is taken only as caches are saved."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return min(int(line.split()[1]) * 1024 // 4, MOST_BY_DEFAULT)
-    return 1 << 30
+    """A quarter of the memory that is free to this process; with a GPU all of it is taken soon after the start."""
+    return min(memory_bytes()[1] // 4, MOST_BY_DEFAULT)

@@ -12,6 +12,9 @@ import pytest
 
 from dsuf.cli import kv
 from dsuf.cli.kv import AgentProcess
+from dsuf.config import read_environment
+from dsuf.engine.options import EngineOptions
+from dsuf.model.synthetic import load_config, write_checkpoint
 
 
 @pytest.fixture
@@ -66,3 +69,11 @@ def test_while_the_server_drains_none_is_started_again(agent, monkeypatch, tmp_p
     agent._process.terminate()
     asyncio.run(asyncio.wait_for(agent.watch(lambda: True), 10))
     assert not started and agent.failure is None
+
+
+@pytest.mark.parametrize(("available", "given"), [(40 << 30, 10 << 30), (900 << 30, 64 << 30)])
+def test_memory_by_default_is_a_part_of_what_the_process_may_have(monkeypatch, tmp_path, available, given):
+    write_checkpoint(load_config("tiny"), tmp_path / "tiny", sparse=True)
+    monkeypatch.setattr(kv, "memory_bytes", lambda: (1 << 40, available))
+    environment = read_environment({"XDG_RUNTIME_DIR": str(tmp_path)})
+    assert kv.agent_options(kv.KvFlags(), EngineOptions(tmp_path / "tiny"), tmp_path, environment).host_bytes == given
