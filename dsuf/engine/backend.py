@@ -94,6 +94,7 @@ class Backend(Protocol):
         Works in passes of its own size, at least one, and starts no further one that does not fit into `budget_s`. True
         when the prompt is complete: the next `poll` has the first token. The first call makes the sequence's cache,
         unless `restore` did. Returns when the passes have run: the time until then is what the scheduler shares out.
+        No pass while what `restore` queued is on its way and streams have steps to run meanwhile.
         Truncated prefill runs the decoder's tail at every multiple of `EngineOptions.resume_every` too.
         """
         ...
