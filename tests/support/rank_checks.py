@@ -225,12 +225,14 @@ class Chunks(Beside):
         self.chunks[id(machine)].drafter_windows()
 
 
-def check_chunk(folder: Path, make_device: Callable[[], Any], count: int, ids: np.ndarray) -> None:
-    """Every layer of a chunk of `ids`."""
+def check_chunk(
+    folder: Path, make_device: Callable[[], Any], count: int, ids: np.ndarray, layers: int | None = None
+) -> None:
+    """Every layer of a chunk of `ids`, or the first ones, and the drafter's windows."""
     beside, n = Chunks(folder, make_device, count, len(ids)), len(ids)
     spec = beside.one.spec
     beside.run(partial(beside.begin, ids))
-    for layer in range(spec.num_hidden_layers):
+    for layer in range(layers or spec.num_hidden_layers):
         beside.run(partial(beside.layer, layer))
         beside.close("chunk streams", n, spec.hc_mult, spec.hidden_size)
         beside.same("chunk selected", "chunk chosen", "chunk candidates", "chunk kept_of", "windows", "pages")

@@ -101,16 +101,25 @@ class Machine:
 
     @classmethod
     def synthetic(
-        cls, config: dict[str, Any], options: EngineOptions, device: Device, *, seed: int = 0, graphs: bool = True
+        cls,
+        config: dict[str, Any],
+        options: EngineOptions,
+        device: Device,
+        *,
+        seed: int = 0,
+        graphs: bool = True,
+        rank: Rank = ALONE,
     ) -> Machine:
-        """Random weights for a config, made on the device; nothing is read. Raises ConfigError or DeviceError."""
+        """Random weights for a config, or a rank's share, made on the device; nothing is read. Raises ConfigError or
+        DeviceError.
+        """
         spec = Spec.from_config(config)
         classes = (np.arange(spec.vocab_size) % spec.engram_compressed_vocab_size).astype(np.int32)
-        ledger = ledger_of(options, spec, device)
-        weights = Weights.allocate(device, spec, classes, positions=ledger.max_context + LOOKAHEAD)
+        ledger, share = ledger_of(options, spec, device, rank), {"rank": rank.index, "ranks": rank.count}
+        weights = Weights.allocate(device, spec, classes, positions=ledger.max_context + LOOKAHEAD, **share)
         place_on_device(weights)
         fill(weights, config, seed)
-        return cls.over(device, ledger, weights, int(classes[spec.engram_pad_token_id]), graphs=graphs)
+        return cls.over(device, ledger, weights, int(classes[spec.engram_pad_token_id]), graphs=graphs, rank=rank)
 
     @classmethod
     def over(

@@ -55,6 +55,8 @@ class Rank:
 
     def share(self, spec: Spec) -> Spec:
         """The spec with this rank's heads and groups, if wo_b can take the groups' columns, and rows of the head."""
+        if self.count == 1:
+            return spec
         mine = spec.o_groups // self.count * spec.o_lora_rank
         unit = pack.FP8_CHUNK if mine >= pack.WIDE_K else pack.SMALL_CHUNK
         parts = 1 if spec.o_groups % self.count or mine % unit else self.count

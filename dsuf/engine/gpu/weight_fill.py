@@ -2,8 +2,8 @@
 
 Every matrix gets the distribution that `dsuf synth` gives it (uniform, sigma by model/synthetic.py), drawn from 256
 equally likely values; routed experts get all 16 codes alike under the power of two that comes nearest to their sigma.
-Vectors and other small tensors are those of `dsuf synth` itself. A function of name and seed alone, but for the order
-in which a matrix is packed: statistics matter here, not bytes.
+Vectors and other small tensors are those of `dsuf synth` itself. A function of name, seed and the rank's share alone,
+but for the order in which a matrix is packed: statistics matter here, not bytes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Filler:
             self.device.upload(at, self._small(part))
         elif part.layout == "plain":
             for name, size in self._plain(part):
-                self._draw(at, size, name)
+                self._draw(at, size, name, part)
                 at += size
         else:
             for parameter, size in self._matrices(part):
@@ -68,7 +68,8 @@ class Filler:
         most = GATE_UP_CHUNK if part.layout == "w13" else pack.FP8_CHUNK
         width, chunk = pack.chunk_width(part.k, most), pack.fp4_chunk_bytes(part.k, most)
         tail = (E8M0_BIAS + exponent) * 0x01010101
-        self._launch(at, part.nbytes, chunk, width * pack.ROWS // 2, 0, 0, tail, f"{part.owner}.{part.name}")
+        name = _named(f"{part.owner}.{part.name}", part)
+        self._launch(at, part.nbytes, chunk, width * pack.ROWS // 2, 0, 0, tail, name)
 
     def _matrices(self, part: Part) -> Iterator[tuple[str, int]]:
         """(parameter, packed bytes) of each matrix of a stacked part."""
@@ -79,7 +80,7 @@ class Filler:
     def _plain(self, part: Part) -> Iterator[tuple[str, int]]:
         return ((name, part.nbytes // len(part.tensors)) for name in part.tensors)
 
-    def _draw(self, at: int, size: int, name: str, part: Part | None = None) -> None:
+    def _draw(self, at: int, size: int, name: str, part: Part) -> None:
         """One matrix or table, `size` packed bytes."""
         base, _, kind = name.rpartition(".") if name not in self._parameters else (name, "", "")
         parameter = self._parameters[base]
@@ -88,10 +89,10 @@ class Filler:
         chunk = codes = 16
         if kind == "scale":
             codes = 0
-        elif part is not None and part.layout == "fp8":
+        elif part.layout == "fp8":
             chunk = pack.fp8_chunk_bytes(part.k)
             codes = chunk - pack.FP8_SCALES
-        self._launch(at, size, chunk, codes, values.itemsize, self._table(values), tail, name)
+        self._launch(at, size, chunk, codes, values.itemsize, self._table(values), tail, _named(name, part))
 
     def _launch(self, at: int, size: int, chunk: int, codes: int, width: int, table: int, tail: int, name: str) -> None:
         key0, key1 = zlib.crc32(name.encode()), zlib.crc32(self.seed.to_bytes(8, "little"))
@@ -104,7 +105,8 @@ class Filler:
         if part.layout == "qk":
             q, k = (formats.bf16_to_float32(bits) for bits in made)
             return q * k
-        return np.concatenate([array.reshape(-1) for array in made])
+        raw = np.concatenate([array.reshape(-1).view(np.uint8) for array in made])
+        return raw if part.split is None else raw[part.first : part.first + part.n]
 
     def _table(self, values: np.ndarray) -> int:
         key = (values.itemsize, values.tobytes())
@@ -112,6 +114,11 @@ class Filler:
             self._tables[key] = self.device.allocate(values.nbytes, "workspace")
             self.device.upload(self._tables[key], values)
         return self._tables[key]
+
+
+def _named(name: str, part: Part) -> str:
+    """Another name for every share, so that ranks do not draw the same."""
+    return name if part.split is None else f"{name} from {part.first}"
 
 
 def _levels(parameter: Parameter) -> tuple[np.ndarray, int]:

@@ -27,8 +27,9 @@ def test_every_layer_of_a_step_is_that_of_one_rank(folder: Path, count: int):
 
 
 def test_a_step_with_drafts_is_alike_on_all_ranks(folder: Path):
-    check_step(folder, SimtDevice, 4, IDS[:8])
+    check_step(folder, SimtDevice, 2, IDS[:8])
 
 
-def test_every_layer_of_a_chunk_is_that_of_one_rank(folder: Path):
-    check_chunk(folder, SimtDevice, 2, IDS)
+def test_layers_of_a_chunk_are_those_of_one_rank(folder: Path):
+    """Window, Engram and ratio 2, candidate source; the others cost a minute here, and run on a GPU."""
+    check_chunk(folder, SimtDevice, 2, IDS, layers=3)

@@ -183,6 +183,21 @@ class TestFilling:
         assert np.array_equal(raw.view(np.uint16), with_seed)
         assert not np.array_equal(with_seed, tiny.raw("layers.1.attn_norm.weight"))
 
+    def test_shares_have_the_whole_parts_in_common_and_nothing_else(self):
+        device, config = SimtDevice(), synthetic.load_config("tiny")
+        spec, ranks = Spec.from_config(config), []
+        for rank in range(2):
+            held = weights.Weights.allocate(device, spec, np.zeros(spec.vocab_size), positions=64, rank=rank, ranks=2)
+            place_on_device(held)
+            held.parts = [p for p in held.parts if p.owner in ("", "layers.1") and p.name != "embed"]
+            assert weight_fill.fill(held, config, 3) == sum(part.nbytes for part in held.parts)
+            ranks.append(held)
+        for parts in zip(*(held.parts for held in ranks), strict=True):
+            assert not any(device.unwritten(h.address(p), p.nbytes) for h, p in zip(ranks, parts, strict=True))
+            first, second = (device.download(h.address(p), p.nbytes) for h, p in zip(ranks, parts, strict=True))
+            constant = parts[0].name == "engram_table_scales"
+            assert np.array_equal(first, second) == (parts[0].split is None or constant), parts[0]
+
     def test_embedding_and_tables(self, filled):
         _, raw = _part(filled[0], "", "embed")
         assert abs(formats.bf16_to_float32(raw.view(np.uint16)).std() / 0.12 - 1) < 0.02
