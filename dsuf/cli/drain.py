@@ -32,7 +32,7 @@ def drain(
     while (told := connection.receive()) is not None:
         if told.open_requests != waited_for:
             waited_for = told.open_requests
-            say(f"{told.address}: {told.state}, {waited_for} requests are open")
+            say(f"{told.address}: {told.state}, open requests: {waited_for}")
     print(f"the server on {state.address} has stopped", flush=True)
 
 

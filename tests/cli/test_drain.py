@@ -63,7 +63,7 @@ def test_it_waits_for_running_streams_and_ends_when_the_server_has(runtime, capf
         assert log[1]["status"] == "ok" and log[2]["broken_off"] == 0
     out, err = capfd.readouterr()
     assert f"127.0.0.1:{port} has stopped" in out
-    assert f"127.0.0.1:{port}: draining, 1 requests are open" in err
+    assert f"127.0.0.1:{port}: draining, open requests: 1" in err
 
 
 def test_now_breaks_off_what_runs(runtime):

@@ -16,9 +16,10 @@ from dsuf.server.openapi import description
 from dsuf.server.routes import routes
 from tests.support.bodies import PATHS
 from tests.support.fuzz import OPERATIONS, answered, send, send_described, send_wild
+from tests.support.raw_http import send_raw
 from tests.support.serving import running_server, says, wait_until
 
-EXAMPLES, WILD = 12, 150
+EXAMPLES, WILD, CONNECTIONS = 12, 150, 150
 
 
 @pytest.fixture(scope="module")
@@ -69,3 +70,12 @@ def test_what_no_client_would_send_is_answered_whole_or_refused_in_form(path):
         wait_until(lambda: server.service.admission.open == 0)
         assert not server.peer.running and not server.service.link.calls
     assert statuses[200] > 5 and statuses[400] > 50, statuses
+
+
+def test_bytes_that_are_nearly_http_are_answered_or_hung_up_on():
+    with running_server(answered) as server:
+        seen = Counter(send_raw(server.port, seed) for seed in range(CONNECTIONS))
+        wait_until(lambda: server.service.admission.open == 0 and not server.service.link.calls)
+        assert not server.peer.running
+        assert httpx.get(server.url + "/readyz").status_code == 200
+    assert seen["200"] and seen["400"] and seen["404"] and seen["405"], seen

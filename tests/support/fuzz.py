@@ -1,8 +1,9 @@
 """`python -m tests.support.fuzz [SECONDS [SEED]]`: the long run of what tests/server/test_fuzz.py sends.
 
 Three kinds of bodies by turns: as clients send them, half of them spoiled (`bodies`); wild ones (`wild`); and drawn
-from the server's own description. Prints how often each path gave each status, what was not as it should be, and memory
-and gauges at the end; exit status 1 when anything was not. Without a seed every run draws other bodies.
+from the server's own description; and bytes that are nearly HTTP (`raw_http`). Prints how often each path gave each
+status, what was not as it should be, and memory and gauges at the end; exit status 1 when anything was not. Without a
+seed every run draws others.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from dsuf.engine.messages import Request
 from dsuf.server.openapi import description
 from tests.support.bodies import ANSWERS, PATHS, check, draw
 from tests.support.peer import Script
+from tests.support.raw_http import send_raw
 from tests.support.serving import Server, encode, in_steps, running_server, wait_until
 from tests.support.wild import headers, wild
 
@@ -135,6 +137,7 @@ class _Run:
         for path in PATHS:
             self._one(path, send, path, seed, spoiled=0.5)
             self._one(f"{path} wild", send_wild, path, seed)
+        self._one("nearly HTTP", lambda server, client: send_raw(server.port, seed))
 
     def described(self, seed: int) -> None:
         """Some calls from the description."""

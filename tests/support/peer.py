@@ -108,6 +108,7 @@ class Peer:
             self.requests.append(command)
             self.running.add(command.id)
             self._tasks[command.id] = asyncio.create_task(self._play(command, self.script(command)))
+            await asyncio.sleep(0)  # a task that is cancelled before it begins would never say that it ended
 
     async def _play(self, request: Request, script: Script) -> None:
         emitted = 0
