@@ -12,6 +12,7 @@ import typer
 from dsuf.cli.live import progress
 from dsuf.cli.machine import cpu_cores
 from dsuf.config import read_environment
+from dsuf.engine.gpu.chips import NOT_RUN
 from dsuf.errors import CheckFailed, ConfigError, EnvironmentProblem
 
 if TYPE_CHECKING:
@@ -71,3 +72,6 @@ def _print_rows(rows: list[Row], as_json: bool) -> None:
         print(f"{row.name:{width}}  {row.chip:8}{numbers}  {row.problem or ('cached' if row.cached else '')}".rstrip())
     cached, failed = sum(row.cached for row in rows), sum(bool(row.problem) for row in rows)
     print(f"{len(rows)} kernels: {len(rows) - cached} compiled, {cached} from the cache, {failed} with a problem")
+    unseen = sorted({row.chip for row in rows} & set(NOT_RUN))
+    if unseen:
+        print(f"{' and '.join(unseen)}: compiled, but no such GPU has run these kernels yet")

@@ -42,14 +42,18 @@ def _driver(found: machine.Gpus) -> Finding:
 
 
 def _device(gpu: machine.Gpu) -> tuple[Finding, str | None]:
-    from dsuf.engine.gpu.chips import chip_of
+    from dsuf.engine.gpu.chips import NOT_RUN, chip_of
 
     what = f"GPU {gpu.index}: {gpu.name} ({gpu.sm}, {gpu.memory_bytes / 1e9:.0f} GB)"
     number = int(gpu.sm.removeprefix("sm_"))
     try:
-        return Finding("ok", what), chip_of(number // 10, number % 10, gpu.name)
+        chip = chip_of(number // 10, number % 10, gpu.name)
     except DeviceError as error:
         return Finding("note", f"{what}: {error}", "the CPU backend runs everything"), None
+    if chip in NOT_RUN:
+        what = f"{what}: kernels for {chip} compile, no such GPU has run them yet"
+        return Finding("note", what, "`dsuf bench kernels` compares each with its reference"), chip
+    return Finding("ok", what), chip
 
 
 def _kernels(chip: str, environment: Environment) -> Finding:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -51,6 +52,12 @@ def test_the_table_has_registers_shared_memory_spills_and_seconds(environ, monke
     assert lines[0].split() == ["kernel", "chip", "registers", "shared", "B", "spills", "s"]
     assert lines[1].split() == ["project.a/v41/r8", "sm_90a", "168", "4,096", "0", "3.2"]
     assert lines[2].split() == ["project.b/v41/r8", "sm_90a", "90", "0", "0", "2.0", "cached"]
+
+
+def test_chips_that_have_run_nothing_yet_are_named(environ, monkeypatch, capsys):
+    played(monkeypatch, [GOOD, replace(KEPT, chip="sm_103a")])
+    assert run_command(["build"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("sm_103a: compiled, but no such GPU has run")
 
 
 def test_json_is_one_object_a_kernel(environ, monkeypatch, capsys):

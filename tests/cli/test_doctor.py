@@ -104,6 +104,11 @@ class TestGpus:
         found = finding(environment, "NVIDIA L4")
         assert found.mark == "note" and "compute capability 8.9" in found.what
 
+    def test_a_chip_that_has_run_nothing_yet_is_a_note(self, environment, machine_with):
+        machine_with("NVIDIA B200", "sm_100")
+        found = finding(environment, "NVIDIA B200")
+        assert found.mark == "note" and "kernels for sm_100a compile, no such GPU has run them yet" in found.what
+
     def test_the_released_checkpoint_is_planned_by_rank_and_phase(self, environ, capsys):
         assert run_command(["doctor", "--ckpt", "v41-flash", "--ranks", "4"]) == 0
         text = capsys.readouterr().out

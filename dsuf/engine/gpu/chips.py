@@ -5,6 +5,7 @@ from __future__ import annotations
 from dsuf.errors import DeviceError
 
 CHIPS = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}  # by compute capability
+NOT_RUN = ("sm_100a", "sm_103a")  # whose kernels are compiled, and right on an interpreter, but have met no such GPU
 OLDEST_DRIVER = 13000  # CUDA 13.0, driver 580, as cuDriverGetVersion gives it
 
 
