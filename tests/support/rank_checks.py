@@ -216,9 +216,13 @@ class Chunks(Beside):
         self.chunks[id(machine)] = chunk = self._passes[id(machine)]._chunk(slot, 0, ids, 0)
         chunk.enter()
 
-    def layer(self, number: int, machine: Machine, slot: int) -> None:
-        """One layer."""
-        self.chunks[id(machine)].layer(number)
+    def attend(self, layer: int, machine: Machine, slot: int) -> None:
+        """A layer's attention."""
+        self.chunks[id(machine)].attention(machine.spec.layers[layer], compress=True)
+
+    def after_attention(self, layer: int, machine: Machine, slot: int) -> None:
+        """The rest of it."""
+        self.chunks[id(machine)].after_attention(layer)
 
     def end(self, machine: Machine, slot: int) -> None:
         """The drafter's windows."""
@@ -233,8 +237,11 @@ def check_chunk(
     spec = beside.one.spec
     beside.run(partial(beside.begin, ids))
     for layer in range(layers or spec.num_hidden_layers):
-        beside.run(partial(beside.layer, layer))
-        beside.close("chunk streams", n, spec.hc_mult, spec.hidden_size)
+        beside.run(partial(beside.attend, layer))
+        beside.close("chunk last", n, spec.hidden_size)
         beside.same("chunk selected", "chunk chosen", "chunk candidates", "chunk kept_of", "windows", "pages")
+        beside.run(partial(beside.after_attention, layer))
+        beside.same("chunk experts", "chunk shares")
+        beside.close("chunk streams", n, spec.hc_mult, spec.hidden_size)
     beside.run(beside.end)
     beside.same("history")

@@ -82,8 +82,12 @@ class Chunk:
 
     def layer(self, layer: int, *, compress: bool = True, mix_next: bool = True) -> None:
         """One layer, and the attention input of the next. mix_next False: the coefficients stay this layer's."""
-        weights, role = self.model.weights.layers[layer], self.spec.layers[layer]
-        self.attention(role, compress=compress)
+        self.attention(self.spec.layers[layer], compress=compress)
+        self.after_attention(layer, mix_next=mix_next)
+
+    def after_attention(self, layer: int, *, mix_next: bool = True) -> None:
+        """From a layer's attention output to the attention input of the next."""
+        weights = self.model.weights.layers[layer]
         self._seam(0, weights.ffn_norm, 0)
         self._mix(weights, "ffn")
         slots = self.moe(weights)
