@@ -113,6 +113,24 @@ def test_another_chunk_length_leaves_the_same_bits(small):
         assert np.array_equal(held, found[1][name]), name
 
 
+def test_what_others_run_between_a_prompts_rows_and_its_tail_changes_nothing(small):
+    """Streams and other prompts go on in between when the tail does not fit into the chunk of the last rows."""
+    ids = np.random.default_rng(3).integers(0, 250, 8)
+    prefill = Prefill(small, 16)
+    pages, spec, slots = prefill.machine.pages, prefill.machine.spec, (prefill.slot, prefill.machine.pages.open())
+    pages.reserve(slots[1], len(ids))
+    for slot in slots:
+        prefill.run.encode(slot, 0, ids)
+    for slot in reversed(slots):  # the first one's rows lie before both passes of the other
+        prefill.run.decode(slot, 2, len(ids) - 2, 2)
+    layers = range(spec.decoder_start_layer, spec.num_hidden_layers + spec.num_nextn_predict_layers)
+    for layer in layers:
+        at, size = pages.ring_of(layer), pages.ring * pages.row_bytes
+        raw = [prefill.device.download(at + slot * pages.window_pitch, size) for slot in slots]
+        first, second = (ring.reshape(pages.ring, -1)[2 : len(ids)] for ring in raw)
+        assert np.array_equal(first, second) and first.any(), layer
+
+
 def test_the_ledger_knows_what_a_pass_takes(small):
     prefill = Prefill(small, 40)
     rows, slots = prefill.run.most_rows, prefill.machine.slots
