@@ -25,7 +25,7 @@ probabilities, addresses of the keys.
     Q                            scoring         itself                after its barrier, by the next row
     keys of a stage              fetching        scoring, holding      when all that hold have arrived, by warpgroups
     probabilities, factors       scoring         holding               with wgmma, by warps with mma.sync
-    phases (inverse rope)        last holding    itself                the row after the next
+    phases (inverse rope)        last holding    itself                the row with keys after the next
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def make(*, h: int, d: int, rope: int, chip: str) -> Kernel:
                 else:
                     column = int32(share * N)
                     head = int32(16 * warp + (lane >> 2))
-                odd = int32(0)  # rows so far, modulo 2
+                odd = int32(0)  # rows with keys so far, modulo 2: each has passed the barrier below
                 for row in range(opaque(row0), rows, every):
                     owner, start, window_keys, entries, window_tiles, tiles = row_of(
                         row, sequence, first, last, chosen, topk
@@ -200,7 +200,7 @@ def make(*, h: int, d: int, rope: int, chip: str) -> Kernel:
                         phases = uint32(sm + ROOM.phase + odd * (8 * ROOM.half))
                         keep_phases(ROOM, phases, int32(opaque(tid) & 127), position, row, table)
                         sync_named(uint32(3), uint32(128))
-                    odd = int32(odd ^ 1)
+                    odd = int32(odd ^ (1 if tiles > 0 else 0))
                     o = regs(PARTS)
                     for part in unroll(PARTS):
                         o[part] = no_out()
