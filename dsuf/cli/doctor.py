@@ -17,7 +17,7 @@ import typer
 from dsuf.cli import doctor_gpu, machine
 from dsuf.cli.finding import Finding
 from dsuf.config import Environment, private_folder, read_environment
-from dsuf.errors import DsufError, EnvironmentProblem
+from dsuf.errors import DsufError, EnvironmentProblem, UsageError
 
 MEMORY_NEEDED = 2 * 1024**3  # the built-in checkpoint, its tokenizer, engine and web process
 CACHE_NEEDED = 512 * 1024**2  # the built-in checkpoint with room to write it beside an older one
@@ -29,12 +29,14 @@ def doctor(
         str | None,
         typer.Option("--ckpt", help="Also say what loading takes: a checkpoint folder or config.", metavar="NAME|DIR"),
     ] = None,
-    ranks: Annotated[int, typer.Option("--ranks", help="GPUs that share it.")] = 1,
+    ranks: Annotated[int | None, typer.Option("--ranks", help="GPUs that share it. Default: 1.")] = None,
 ) -> None:
     """Check this machine; each finding with its fix. Exit 3 when something must be mended."""
+    if ckpt is None and ranks is not None:
+        raise UsageError("--ranks says over how many GPUs a checkpoint goes; name one with --ckpt, or leave it out.")
     findings = list(examine(read_environment()))
     if ckpt is not None:
-        findings += doctor_gpu.loading(ckpt, ranks)
+        findings += doctor_gpu.loading(ckpt, 1 if ranks is None else ranks)
     for finding in findings:
         print(f"{finding.mark:4}  {finding.what}")
         if finding.fix:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from dsuf.cli import machine
 from dsuf.cli.finding import Finding
-from dsuf.config import Environment, check_number
+from dsuf.config import Environment, check_number, read_environment
 from dsuf.errors import DeviceError
 
 REAL = "v41-flash"
@@ -95,19 +95,21 @@ def _tables() -> Finding:
 
 
 def loading(ckpt: str, ranks: int) -> Iterator[Finding]:
-    """What loading a checkpoint (folder, config.json or built-in config) onto so many GPUs takes, by phase."""
+    """What loading a checkpoint (folder, config.json, built-in name) onto so many GPUs takes, by phase."""
     from dsuf.engine.gpu import engram_tables
     from dsuf.engine.gpu.load_plan import phases
     from dsuf.model.synthetic import load_config
     from dsuf.spec import Spec
+    from dsuf.text.builtin import TOY, resolve
 
     check_number("--ranks", ranks, 1, MOST_RANKS, whole=True)
-    spec = Spec.from_config(load_config(ckpt))
+    found = str(resolve(ckpt, cache_dir=read_environment().cache_dir)) if ckpt == TOY else ckpt
+    spec = Spec.from_config(load_config(found))
     gpus = machine.find_gpus().devices
     memory = min((gpu.memory_bytes for gpu in gpus), default=H200_BYTES)
     weights = max(sum(phase.device[rank] for phase in phases(spec, ranks, "host")) for rank in range(ranks))
     placement = engram_tables.choose(spec, memory - weights - REST_BYTES, ranks)
-    gpu = f"{gpus[0].name}" if gpus else "an H200 (this machine has no GPU)"
+    gpu = f"{gpus[0].name}" if gpus else "H200 (as an example, this machine has no GPU)"
     fits = weights + REST_BYTES < memory
     yield Finding(
         "ok" if fits else "note",

@@ -93,15 +93,16 @@ def read_ids(path: Path) -> list[int]:
 def ids_request(session: Session, ids: list[int], flags: SamplingFlags) -> Request:
     """The request for bare ids: flags first, then the checkpoint's generation_config.json."""
     from dsuf.engine.messages import Request, Sampling
+    from dsuf.text.prompt import read_defaults
 
-    given = session.checkpoint.generation
+    given = read_defaults(session.checkpoint.generation)
     sampling = Sampling(
-        temperature=_first(flags.temperature, given.get("temperature"), 1.0),
-        top_p=_first(flags.top_p, given.get("top_p"), 1.0),
+        temperature=_first(flags.temperature, given.temperature, 1.0),
+        top_p=_first(flags.top_p, given.top_p, 1.0),
         top_k=flags.top_k,
         seed=flags.seed,
     )
-    most = _first(flags.max_tokens, given.get("max_new_tokens"), session.engine.limits.max_context)
+    most = _first(flags.max_tokens, given.max_new_tokens, session.engine.limits.max_context)
     return Request(
         id="run", prompt_ids=ids, max_tokens=most, sampling=sampling, eos_ids=[session.checkpoint.spec.eos_token_id]
     )

@@ -50,6 +50,14 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
     max_new_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_NEW_TOKENS)] | None = None
 
 
+def read_defaults(generation: Mapping[str, Any] | None) -> GenerationDefaults:
+    """What a parsed generation_config.json says. Raises CheckpointError for a value out of its range."""
+    try:
+        return msgspec.convert(dict(generation or {}), GenerationDefaults)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"generation_config.json: {error}. Correct or remove the file.") from None
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One request, ready for the engine and for formatting its answer."""
@@ -186,14 +194,10 @@ class ChatText:
             text = Path(tokenizer_path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{tokenizer_path} cannot be read: {error}. Use the model's own file.") from None
-        try:
-            defaults = msgspec.convert(dict(generation or {}), GenerationDefaults)
-        except msgspec.ValidationError as error:
-            raise CheckpointError(f"generation_config.json: {error}. Correct or remove the file.") from None
         return cls(
             read_vocabulary(text, spec),
             context_limit=context_limit,
-            defaults=defaults,
+            defaults=read_defaults(generation),
             served_names=served_names,
             strict_max_tokens=strict_max_tokens,
             tokenizer_json=text,

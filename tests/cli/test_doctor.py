@@ -123,6 +123,16 @@ class TestGpus:
         assert "routed experts: 0.00 GB read" in capsys.readouterr().out
 
 
+def test_ranks_of_no_checkpoint_are_wrong_usage(capsys):
+    assert run_command(["doctor", "--ranks", "4"]) == 2
+    assert "name one with --ckpt" in capsys.readouterr().err
+
+
+def test_the_built_in_checkpoint_can_be_asked_about(environ, capsys):
+    assert run_command(["doctor", "--ckpt", "toy"]) == 0
+    assert "toy on 1 x" in capsys.readouterr().out
+
+
 def test_a_misspelt_variable_is_a_note(environment):
     found = finding(dataclasses.replace(environment, unknown=("DSUF_CASHE",)), "DSUF_CASHE")
     assert found.mark == "note"

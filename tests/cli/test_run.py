@@ -180,6 +180,15 @@ def test_a_truncated_shard_ends_with_3(refused, tiny, tmp_path):
     assert shard.name in message
 
 
+@pytest.mark.parametrize("wrong", ['{"temperature": "hot"}', '{"temperature": 7}', '{"max_new_tokens": 0}'])
+def test_wrong_defaults_of_a_checkpoint_end_with_3(refused, tiny, tmp_path, wrong):
+    folder = copy_of(tiny, tmp_path / "defaults")
+    (folder / "generation_config.json").write_text(wrong)
+    status, message = refused(ckpt=folder)
+    assert status == 3
+    assert "generation_config.json: Expected" in message
+
+
 def test_a_wrong_dtype_ends_with_3_and_names_the_tensor(refused, tiny, tmp_path):
     folder = copy_of(tiny, tmp_path / "typed")
     shard = next(folder.glob("*.safetensors"))
