@@ -19,7 +19,7 @@ from dsuf.engine.gpu.engram_tables import place, place_on_device
 from dsuf.engine.gpu.memory import SPARE_SLOTS, Ledger, plan_memory
 from dsuf.engine.gpu.pages import Pages
 from dsuf.engine.gpu.phases import Phases
-from dsuf.engine.gpu.ranks import ALONE, Rank
+from dsuf.engine.gpu.ranks import ALONE, Rank, exchange_bytes
 from dsuf.engine.gpu.step_graph import StepGraphs
 from dsuf.engine.gpu.step_walk import Model
 from dsuf.engine.gpu.weight_fill import fill
@@ -188,6 +188,7 @@ def ledger_of(options: EngineOptions, spec: Spec, device: Device, rank: Rank = A
         rank=rank.index,
         ranks=rank.count,
         workspace=lambda context: _prefill_bytes(options, spec, context),
+        exchange=exchange_bytes(spec, rank, options.prefill_chunk),
     )
     print(f"memory of GPU {device.index} ({device.name}):", *ledger.lines(), sep="\n  ", file=sys.stderr)
     return ledger

@@ -74,13 +74,15 @@ def plan_memory(
     ranks: int = 1,
     engram: Placement | None = None,
     workspace: Workspace | None = None,
+    exchange: int = 0,
 ) -> Ledger:
-    """The ledger for `free` bytes. `lookahead`: tokens beyond a context that a sequence may write.
+    """The ledger for `free` bytes. `lookahead`: tokens beyond a context that a sequence may write; `exchange`: bytes
+    through which several ranks add up.
 
     `workspace` is what prefill takes beside the decode step's own. Raises DeviceError for what does not fit.
     """
     wanted = max_context or spec.max_position_embeddings
-    planner = _Planner(spec, free, total, max_sequences, lookahead, rank, ranks, workspace)
+    planner = _Planner(spec, free, total, max_sequences, lookahead, rank, ranks, workspace, exchange)
     placement = engram or planner.placement(wanted)
     most = planner.largest(placement)
     if most < (max_context or PAGE_TOKENS):
@@ -106,6 +108,7 @@ class _Planner:
     rank: int
     ranks: int
     workspace: Workspace | None
+    exchange: int
 
     @property
     def usable(self) -> int:
@@ -136,6 +139,7 @@ class _Planner:
         entries["ropes"] = 2 * rows * spec.qk_rope_head_dim * 4
         entries["workspace, decode"] = _sum(buffers.sizes_of(spec, context + self.lookahead))
         entries["workspace, prefill"] = self.workspace(context) if self.workspace is not None else 0
+        entries["exchange"] = self.exchange
         entries["graphs and code"] = GRAPHS
         return entries
 

@@ -26,7 +26,7 @@ import numpy as np
 from dsuf.errors import DeviceError
 from dsuf.kernels import pack
 from dsuf.kernels.latents import MOST_ROWS
-from dsuf.kernels.reduce import MOST_BLOCKS, MOST_RANKS, PIECE, THREADS, inbox_bytes
+from dsuf.kernels.reduce import MOST_BLOCKS, MOST_RANKS, PIECE, blocks_of, inbox_bytes
 from dsuf.spec import Spec
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 BOUND_US = 2_000_000  # a step is milliseconds; a rank that is this late is gone
 Launch = Callable[..., None]  # (name, *arguments, grid=(x, y))
 KIND = "exchange"
-LEAST_ROWS = 6  # of an exchange; the next ones have twice, four times, ... as many
+STEP_ROWS = (6, 12, 24, MOST_ROWS)  # that a step's exchanges are made for
 
 
 @dataclass(frozen=True)
@@ -100,14 +100,11 @@ class Ranks:
 
     def prepare(self, spec: Spec, rows: int) -> None:
         """Take memory for everything that steps and prompt passes of up to `rows` rows exchange, before any of it."""
-        for width, most in ((spec.hidden_size, rows), (2 * self.rank(0).share(spec).vocab_size, MOST_ROWS)):
-            for room in _rooms(most, width):
-                if room not in self._exchanges:
-                    self._exchanges[room] = Exchange(self, room)
+        self._exchanges = {room: Exchange(self, room) for room in rooms(spec, self.rank(0), rows)}
 
     def exchange(self, rows: int, width: int) -> Exchange:
-        """For parts of so many rows of `width` bf16 elements."""
-        return self._exchanges[_rooms(rows, width)[-1]]
+        """For parts of so many rows of `width` bf16 elements: the smallest that holds them."""
+        return next(one for room, one in self._exchanges.items() if room >= rows * width)
 
     def code(self, what: str) -> int:
         """The number that stands for a sum in a fault word."""
@@ -137,7 +134,7 @@ class Exchange:
         if room % PIECE:
             raise DeviceError(f"a sum of {room} elements; expected a multiple of {PIECE}.")
         self.ranks, self.room, self.count = ranks, room, len(ranks.devices)
-        self.grid = (min(MOST_BLOCKS, -(-room // (PIECE * THREADS))), 1)
+        self.grid = (blocks_of(room), 1)
         size = inbox_bytes(self.count, room)
         self._inboxes = [_zeroed(ranks.device(rank), size) for rank in range(self.count)]
         self._epochs = [_zeroed(ranks.device(rank), 4 * MOST_BLOCKS) for rank in range(self.count)]
@@ -181,12 +178,16 @@ class Exchange:
         return inbox, (self.count, elements or self.room, self.room), (ranks.bound_us, code)
 
 
-def _rooms(rows: int, width: int) -> list[int]:
-    """Elements of the exchanges that up to so many rows need; the last one holds them all."""
-    rooms = [LEAST_ROWS * width]
-    while rooms[-1] < rows * width:
-        rooms.append(2 * rooms[-1])
-    return rooms
+def rooms(spec: Spec, rank: Rank, rows: int) -> list[int]:
+    """Elements of the exchanges that steps and passes of up to `rows` rows need."""
+    logits = 2 * rank.share(spec).vocab_size  # float32
+    sums = [count * spec.hidden_size for count in sorted({*STEP_ROWS, max(rows, MOST_ROWS)})]
+    return sorted({*sums, *(count * logits for count in STEP_ROWS)})
+
+
+def exchange_bytes(spec: Spec, rank: Rank, rows: int) -> int:
+    """Bytes of all of them on one device."""
+    return 0 if rank.count == 1 else sum(inbox_bytes(rank.count, room) for room in rooms(spec, rank, rows))
 
 
 def _zeroed(device: Device, size: int) -> int:

@@ -9,7 +9,7 @@ import pytest
 
 from dsuf import formats
 from dsuf.engine.gpu import weight_plan, weights
-from dsuf.engine.gpu.ranks import ALONE, Exchange, Rank, Ranks
+from dsuf.engine.gpu.ranks import ALONE, Exchange, Rank, Ranks, exchange_bytes
 from dsuf.errors import DeviceError
 from dsuf.kernels.project import Projection, launch_of
 from dsuf.kernels.stream import scale_stride
@@ -58,17 +58,12 @@ class TestSums:
     def test_few_sizes_serve_all_numbers_of_rows(self, device):
         ranks = Ranks([device] * 2)
         ranks.prepare(REAL, 100)
-        sums, logits = ({ranks.exchange(rows, width) for rows in range(1, most + 1)} for width, most in
-                        ((REAL.hidden_size, 100), (REAL.vocab_size, 48)))  # fmt: skip
-        assert [one.room // REAL.hidden_size for one in sorted(sums, key=lambda one: one.room)] == [
-            6,
-            12,
-            24,
-            48,
-            96,
-            192,
-        ]
-        assert len(logits) == 4 and max(one.room for one in logits) == 48 * REAL.vocab_size
+        sums = [ranks.exchange(rows, REAL.hidden_size) for rows in (1, 6, 7, 13, 25, 48, 49, 100)]
+        assert [one.room // REAL.hidden_size for one in sums] == [6, 6, 12, 24, 48, 48, 100, 100]
+        assert [one.grid[0] for one in sums] == [15, 15, 30, 60, 64, 64, 64, 64]
+        logits = [ranks.exchange(rows, REAL.vocab_size) for rows in (6, 7, 48)]
+        assert [one.room // REAL.vocab_size for one in logits] == [6, 12, 48] and logits[-1].grid[0] == 264
+        assert sum(device.held().values()) == pytest.approx(2 * exchange_bytes(REAL, ranks.rank(0), 100), rel=1e-3)
 
     def test_a_rank_that_never_pushes_is_named_with_the_sum(self, device):
         ranks = Ranks([device] * 3, bound_us=0)
