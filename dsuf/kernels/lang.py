@@ -26,6 +26,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -112,7 +113,7 @@ class Kernel:
         """The expanded body as source."""
         return ast.unparse(self.tree)
 
-    @property
+    @cached_property
     def ops(self) -> dict[str, Op]:
         """The PTX operations it uses, by the name they have in the body."""
         used = {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)}

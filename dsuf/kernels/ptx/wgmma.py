@@ -34,14 +34,20 @@ DECODE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
+@cache
+def _places(registers: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and columns [registers, 128 lanes] of a product [64, 2 registers] that the lanes of a warpgroup hold."""
+    lane, i = np.arange(128), np.arange(registers)[:, None]
+    rows = 16 * (lane >> 5) + (lane >> 2 & 7) + 8 * (i >> 1 & 1)
+    return rows, 8 * (i >> 2) + 2 * (lane & 3) + (i & 1)
+
+
 def _spread(lanes: Lanes, d: np.ndarray, acc: Any, keep: bool) -> tuple[np.ndarray, ...]:
     """[64, n] to the registers of a warpgroup, added to the accumulators if `keep`."""
-    warp, lane = lanes.thread % 128 >> 5, lanes.thread & 31
-    out = []
-    for i in range(d.shape[1] // 2):
-        value = d[16 * warp + (lane >> 2) + 8 * (i >> 1 & 1), 8 * (i >> 2) + 2 * (lane & 3) + (i & 1)]
-        out.append((value + (lanes.vector(acc[i], np.float32) if keep else 0)).astype(np.float32))
-    return tuple(out)
+    value = d[_places(d.shape[1] // 2)]
+    if keep:
+        value = value + np.stack([lanes.vector(one, np.float32) for one in acc])
+    return tuple(value.astype(np.float32))
 
 
 @cache

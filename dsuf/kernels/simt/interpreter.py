@@ -1,7 +1,9 @@
 """Executes an expanded kernel body for many lanes at once: one numpy operation per expression, under a mask.
 
-A unit is a generator: it yields while an operation answers WAIT (barriers, mbarriers, flags), so that other units of
-the block can run. Numbers that are the same in every lane stay plain numbers, and their branches are taken, not masked.
+A kernel's tree becomes Python closures once (`program`), so that a unit spends its time in numpy and in the twins of
+the operations. A unit is a generator: it yields while an operation answers WAIT (barriers, mbarriers, flags), so that
+other units of the block can run. Numbers that are the same in every lane stay plain numbers, and their branches are
+taken, not masked.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -27,124 +30,205 @@ COMPARE: dict[type, Callable[[Any, Any], Any]] = {
     ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
 }  # fmt: skip
+UNARY: dict[type, Callable[[Any], Any]] = {
+    ast.USub: operator.neg, ast.Invert: operator.invert, ast.Not: np.logical_not,
+}  # fmt: skip
+
+Value = Callable[["Unit"], Any]  # evaluates an expression for all lanes
+Step = Callable[["Unit", np.ndarray], "Iterator[None] | None"]  # executes a statement for the lanes of a mask
 
 
 class Unit:
     """One group of lanes in one kernel; `steps` counts executed statements, so that a standstill shows."""
 
     def __init__(self, kernel: Kernel, lanes: Lanes, args: tuple[Any, ...]) -> None:
-        self.kernel, self.lanes, self.names = kernel, lanes, kernel.names
+        self.kernel, self.lanes = kernel, lanes
         self.variables: dict[str, Any] = dict(zip((name for name, _ in kernel.parameters), args, strict=True))
         self.steps = 0
 
     def run(self) -> Iterator[None]:
         """Execute the body to its end, yielding while it waits."""
         with np.errstate(all="ignore"):
-            yield from self.block(self.kernel.tree.body, np.ones(self.lanes.count, bool))
+            yield from self.block(program(self.kernel), np.ones(self.lanes.count, bool))
+
+    def block(self, body: list[Step], mask: np.ndarray) -> Iterator[None]:
+        """Execute statements for the lanes of a mask."""
+        lanes = self.lanes
+        for step in body:
+            lanes.mask = mask
+            waits = step(self, mask)
+            if waits is not None:
+                yield from waits
+            self.steps += 1
+        lanes.mask = mask
+
+    def assign(self, name: str, value: Any, mask: np.ndarray) -> None:
+        """Bind a name for the lanes of the mask; others keep what they have."""
+        variables = self.variables
+        if name in variables and not mask.all():
+            value = _merge(mask, value, variables[name])
+        variables[name] = value
+
+
+@lru_cache(maxsize=256)
+def program(kernel: Kernel) -> list[Step]:
+    """A kernel's body as closures. Raises KernelFault for what is not part of the kernel language."""
+    return Program(kernel).block(kernel.tree.body)
+
+
+class Program:
+    """Turns one kernel's statements and expressions into closures."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.names = kernel.names
+        bound = {node.id for node in ast.walk(kernel.tree) if isinstance(node, ast.Name)
+                 and isinstance(node.ctx, ast.Store)}  # fmt: skip
+        self.variables = bound | {name for name, _ in kernel.parameters}
 
     # ---- statements
 
-    def block(self, body: list[ast.stmt], mask: np.ndarray) -> Iterator[None]:
-        """Execute statements for the lanes of a mask."""
-        for statement in body:
-            self.lanes.mask = mask
-            kind = type(statement)
-            if kind is ast.Assign:
-                self.assign(statement.targets[0], self.value(statement.value), mask)
-            elif kind is ast.Expr:
-                while self.value(statement.value) is WAIT:
-                    yield
-                    self.lanes.mask = mask
-            elif kind is ast.AugAssign:
-                held = self.variables[statement.target.id]
-                new = BINARY[type(statement.op)](held, self.value(statement.value))
-                self.assign(statement.target, new, mask)
-            elif kind is ast.If:
-                yield from self.branch(statement, mask)
-            elif kind is ast.While:
-                yield from self.loop(statement, mask)
-            elif kind is not ast.Pass:
-                raise KernelFault(f"not part of the kernel language: {ast.unparse(statement)}")
-            self.steps += 1
-        self.lanes.mask = mask
+    def block(self, body: list[ast.stmt]) -> list[Step]:
+        """Statements in their order."""
+        return [self.statement(statement) for statement in body if not isinstance(statement, ast.Pass)]
 
-    def branch(self, statement: ast.If, mask: np.ndarray) -> Iterator[None]:
-        """Both sides under their masks, or one side if the condition is the same everywhere."""
-        condition = self.value(statement.test)
-        if np.ndim(condition) == 0:
-            yield from self.block(statement.body if condition else statement.orelse, mask)
-            return
-        taken, other = mask & condition, mask & ~condition
-        if taken.any():
-            yield from self.block(statement.body, taken)
-        if statement.orelse and other.any():
-            yield from self.block(statement.orelse, other)
+    def statement(self, statement: ast.stmt) -> Step:
+        """One statement: its step returns what it waits with, or None if it is done."""
+        if isinstance(statement, ast.Assign):
+            return self.assignment(statement)
+        if isinstance(statement, ast.Expr):
+            return _operation(self.value(statement.value))
+        if isinstance(statement, ast.AugAssign):
+            name, change = statement.target.id, BINARY[type(statement.op)]
+            value = self.value(statement.value)
+            return lambda unit, mask: unit.assign(name, change(unit.variables[name], value(unit)), mask)
+        if isinstance(statement, ast.If):
+            return _branch(self.value(statement.test), self.block(statement.body), self.block(statement.orelse))
+        if isinstance(statement, ast.While):
+            watches = all(isinstance(s, ast.Pass) for s in statement.body)
+            test, body = self.value(statement.test), self.block(statement.body)
+            return lambda unit, mask: _loop(unit, mask, test, body, watches)
+        raise KernelFault(f"not part of the kernel language: {ast.unparse(statement)}")
 
-    def loop(self, statement: ast.While, mask: np.ndarray) -> Iterator[None]:
-        """Until no lane is left; a loop that only watches memory lets the others move."""
-        watches = all(isinstance(s, ast.Pass) for s in statement.body)
-        while True:
-            self.lanes.mask = mask
-            condition = self.value(statement.test)
-            if np.ndim(condition):
-                mask = mask & condition
-            elif not condition:
-                return
-            if not mask.any():
-                return
-            if watches:
-                yield
-            else:
-                yield from self.block(statement.body, mask)
+    def assignment(self, statement: ast.Assign) -> Step:
+        """To a name, or the parts of a value to several."""
+        target, value = statement.targets[0], self.value(statement.value)
+        if isinstance(target, ast.Name):
+            name = target.id
+            return lambda unit, mask: unit.assign(name, value(unit), mask)
+        names = [part.id for part in target.elts]
 
-    def assign(self, target: ast.expr, value: Any, mask: np.ndarray) -> None:
-        """Bind a name for the lanes of the mask; others keep what they have."""
-        if isinstance(target, ast.Tuple):
-            for part, one in zip(target.elts, value, strict=True):
-                self.assign(part, one, mask)
-            return
-        if not mask.all() and target.id in self.variables:
-            value = _merge(mask, value, self.variables[target.id])
-        self.variables[target.id] = value
+        def assign_parts(unit: Unit, mask: np.ndarray) -> None:
+            for name, one in zip(names, value(unit), strict=True):
+                unit.assign(name, one, mask)
+
+        return assign_parts
 
     # ---- expressions
 
-    def value(self, node: ast.expr) -> Any:
-        """Evaluate for all lanes."""
-        kind = type(node)
-        if kind is ast.Constant:
-            return node.value
-        if kind is ast.Name:
-            return self.variables[node.id] if node.id in self.variables else self.names[node.id]
-        if kind is ast.BinOp:
-            return BINARY[type(node.op)](self.value(node.left), self.value(node.right))
-        if kind is ast.Call:
+    def value(self, node: ast.expr) -> Value:
+        """An expression, for all lanes."""
+        if isinstance(node, ast.Constant):
+            constant = node.value
+            return lambda unit: constant
+        if isinstance(node, ast.Name):
+            return self.name(node.id)
+        if isinstance(node, ast.BinOp):
+            return _binary(BINARY[type(node.op)], self.value(node.left), self.value(node.right))
+        if isinstance(node, ast.Compare):
+            return _binary(COMPARE[type(node.ops[0])], self.value(node.left), self.value(node.comparators[0]))
+        if isinstance(node, ast.Subscript):
+            return _binary(operator.getitem, self.value(node.value), self.value(node.slice))
+        if isinstance(node, ast.Call):
             return self.call(node)
-        if kind is ast.Subscript:
-            return self.value(node.value)[self.value(node.slice)]
-        if kind is ast.Tuple:
-            return tuple(self.value(part) for part in node.elts)
-        if kind is ast.Compare:
-            return COMPARE[type(node.ops[0])](self.value(node.left), self.value(node.comparators[0]))
-        if kind is ast.UnaryOp:
-            held = self.value(node.operand)
-            if isinstance(node.op, ast.USub):
-                return -held
-            return ~held if isinstance(node.op, ast.Invert) else np.logical_not(held)
+        if isinstance(node, ast.Tuple):
+            parts = [self.value(part) for part in node.elts]
+            return lambda unit: tuple([part(unit) for part in parts])
+        if isinstance(node, ast.UnaryOp):
+            change, held = UNARY[type(node.op)], self.value(node.operand)
+            return lambda unit: change(held(unit))
         raise KernelFault(f"not part of the kernel language: {ast.unparse(node)}")
 
-    def call(self, node: ast.Call) -> Any:
+    def name(self, name: str) -> Value:
+        """A variable of the unit, or what the kernel's surroundings call so."""
+        if name in self.variables:
+            return lambda unit: unit.variables[name]
+        constant = self.names[name]
+        return lambda unit: constant
+
+    def call(self, node: ast.Call) -> Value:
         """A PTX operation, a cast, a selection, min or max."""
         name = node.func.id
-        target = self.names.get(name)
+        target: Any = self.names.get(name)
         args = [self.value(a) for a in node.args]
         if isinstance(target, Op):
-            return target.twin(self.lanes, *args) if target.wants_lanes else target.twin(*args)
-        if isinstance(target, (Cast, Select)):
-            return target(*args)
-        if name in ("min", "max"):
-            return (np.minimum if name == "min" else np.maximum)(*args)
-        raise KernelFault(f"not part of the kernel language: {ast.unparse(node)}")
+            if target.wants_lanes:
+                twin = target.twin
+                return lambda unit: twin(unit.lanes, *[a(unit) for a in args])
+            target = target.twin
+        elif name in ("min", "max"):
+            target = np.minimum if name == "min" else np.maximum
+        elif not isinstance(target, (Cast, Select)):
+            raise KernelFault(f"not part of the kernel language: {ast.unparse(node)}")
+        if len(args) == 1:
+            (only,) = args
+            return lambda unit: target(only(unit))
+        return lambda unit: target(*[a(unit) for a in args])
+
+
+def _binary(operation: Callable[[Any, Any], Any], left: Value, right: Value) -> Value:
+    return lambda unit: operation(left(unit), right(unit))
+
+
+def _operation(value: Value) -> Step:
+    def step(unit: Unit, mask: np.ndarray) -> Iterator[None] | None:
+        return _ask_again(unit, mask, value) if value(unit) is WAIT else None
+
+    return step
+
+
+def _ask_again(unit: Unit, mask: np.ndarray, value: Value) -> Iterator[None]:
+    while True:
+        yield
+        unit.lanes.mask = mask
+        if value(unit) is not WAIT:
+            return
+
+
+def _branch(test: Value, body: list[Step], orelse: list[Step]) -> Step:
+    """Both sides under their masks, or one side if the condition is the same everywhere."""
+
+    def step(unit: Unit, mask: np.ndarray) -> Iterator[None] | None:
+        condition = test(unit)
+        if np.ndim(condition) == 0:
+            side = body if condition else orelse
+            return unit.block(side, mask) if side else None
+        return _both(unit, mask & condition, mask & ~condition, body, orelse)
+
+    return step
+
+
+def _both(unit: Unit, taken: np.ndarray, other: np.ndarray, body: list[Step], orelse: list[Step]) -> Iterator[None]:
+    if body and taken.any():
+        yield from unit.block(body, taken)
+    if orelse and other.any():
+        yield from unit.block(orelse, other)
+
+
+def _loop(unit: Unit, mask: np.ndarray, test: Value, body: list[Step], watches: bool) -> Iterator[None]:
+    """Until no lane is left; a loop that only watches memory lets the others move."""
+    while True:
+        unit.lanes.mask = mask
+        condition = test(unit)
+        if np.ndim(condition):
+            mask = mask & condition
+        elif not condition:
+            return
+        if not mask.any():
+            return
+        if watches:
+            yield
+        else:
+            yield from unit.block(body, mask)
 
 
 def _merge(mask: np.ndarray, new: Any, old: Any) -> Any:

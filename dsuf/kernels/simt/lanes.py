@@ -65,7 +65,9 @@ class Lanes:
 
     def vector(self, value: Any, dtype: type = np.int64) -> np.ndarray:
         """A value for every lane."""
-        return np.broadcast_to(np.asarray(value, dtype), (self.count,))
+        if isinstance(value, np.ndarray) and value.ndim == 1:
+            return value if value.dtype == dtype else value.astype(dtype)
+        return np.full(self.count, value, dtype)
 
     def one(self, value: Any) -> int:
         """The value on which all active lanes must agree."""
