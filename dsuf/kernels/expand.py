@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
-import copy
 import inspect
+import operator
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
+
+from dsuf.kernels.trees import clone, names_in
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +30,12 @@ def inline(function: Callable[..., Any]) -> Inline:
 
 
 def function_tree(function: Callable[..., Any]) -> ast.FunctionDef:
-    """The syntax tree of a function, without its docstring."""
+    """The syntax tree of a function, without its docstring: a copy that is the caller's own."""
+    return clone(_parsed(function))
+
+
+@cache
+def _parsed(function: Callable[..., Any]) -> ast.FunctionDef:
     tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     if not isinstance(tree, ast.FunctionDef):
         raise SyntaxError(f"{function} is not a plain function")
@@ -44,6 +52,12 @@ def free_names(function: Callable[..., Any]) -> dict[str, Any]:
 
 _SAFE = {"min": min, "max": max, "len": len, "int": int, "abs": abs}
 _CONSTANT = (int, float, bool, str, tuple, type(None))
+_UNKNOWN = object()
+_ARITHMETIC: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod, ast.LShift: operator.lshift, ast.RShift: operator.rshift, ast.BitAnd: operator.and_,
+    ast.Div: operator.truediv, ast.Pow: operator.pow,
+}  # fmt: skip
 
 
 class Expander(ast.NodeTransformer):
@@ -59,8 +73,9 @@ class Expander(ast.NodeTransformer):
 
     def constant(self, node: ast.expr) -> tuple[bool, Any]:
         """(True, value) if an expression is known while expanding."""
-        if isinstance(node, ast.Constant):
-            return True, node.value
+        value = self._plain(node)
+        if value is not _UNKNOWN:
+            return isinstance(value, _CONSTANT), value
         for inner in ast.walk(node):
             known = isinstance(inner, ast.Name) and (inner.id in self.loops or inner.id in self.names)
             if isinstance(inner, ast.Name) and not known and inner.id not in _SAFE:
@@ -70,6 +85,21 @@ class Expander(ast.NodeTransformer):
         code = compile(ast.fix_missing_locations(ast.Expression(node)), "<constant>", "eval")
         value = eval(code, {"__builtins__": _SAFE}, {**self.names, **self.loops})  # expressions of our own kernels only
         return isinstance(value, _CONSTANT), value
+
+    def _plain(self, node: ast.expr) -> Any:
+        """The value of a number, a name or arithmetic with them, without compiling it; else _UNKNOWN."""
+        if isinstance(node, ast.Constant):
+            return node.value
+        if isinstance(node, ast.Name):
+            return self.loops[node.id] if node.id in self.loops else self.names.get(node.id, _UNKNOWN)
+        if isinstance(node, ast.Attribute):
+            held = self._plain(node.value)
+            return _UNKNOWN if held is _UNKNOWN else getattr(held, node.attr, _UNKNOWN)
+        if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
+            left = self._plain(node.left)
+            right = _UNKNOWN if left is _UNKNOWN else self._plain(node.right)
+            return _UNKNOWN if right is _UNKNOWN else _ARITHMETIC[type(node.op)](left, right)
+        return _UNKNOWN
 
     def need(self, node: ast.expr, what: str) -> Any:
         """The value of an expression that must be constant."""
@@ -115,7 +145,7 @@ class Expander(ast.NodeTransformer):
         outer, out = self.loops.get(name), []
         for value in range(*bounds):
             self.loops[name] = value
-            out += self.block([copy.deepcopy(s) for s in node.body])
+            out += self.block([clone(s) for s in node.body])
         self.loops.pop(name, None)
         if outer is not None:
             self.loops[name] = outer
@@ -181,7 +211,7 @@ class Expander(ast.NodeTransformer):
         if len(call.args) < 2:
             return []
         names = [ast.Name(f"{target.id}_{i}", ast.Store()) for i in range(count)]
-        return [ast.Assign([name], self.visit(copy.deepcopy(call.args[1]))) for name in names]
+        return [ast.Assign([name], self.visit(clone(call.args[1]))) for name in names]
 
     # ---- helpers
 
@@ -212,7 +242,7 @@ class Expander(ast.NodeTransformer):
                 continue  # the caller means the same by it
             self.names[mark + name] = value
             renamed[name] = ast.Name(mark + name, ast.Load())
-        local_names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        local_names = {n.id for n in names_in(tree) if isinstance(n.ctx, ast.Store)}
         for name in sorted(local_names - renamed.keys()):
             renamed[name] = ast.Name(mark + name, ast.Load())
         body = [_Rename(renamed).visit(statement) for statement in tree.body]
@@ -334,7 +364,7 @@ class _Rename(ast.NodeTransformer):
         new = self.renamed.get(node.id)
         if new is None:
             return node
-        new = copy.deepcopy(new)
+        new = clone(new)
         if isinstance(new, ast.Name):
             new.ctx = node.ctx
         elif not isinstance(node.ctx, ast.Load):

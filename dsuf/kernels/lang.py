@@ -33,6 +33,7 @@ import numpy as np
 
 from dsuf.kernels.expand import Expander, Inline, free_names, function_tree, inline
 from dsuf.kernels.ptx.op import Op
+from dsuf.kernels.trees import names_in
 from dsuf.kernels.versions import separate
 
 __all__ = [
@@ -116,13 +117,13 @@ class Kernel:
     @cached_property
     def ops(self) -> dict[str, Op]:
         """The PTX operations it uses, by the name they have in the body."""
-        used = {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)}
+        used = {node.id for node in names_in(self.tree)}
         return {name: value for name, value in sorted(self.names.items()) if name in used and isinstance(value, Op)}
 
     @property
     def identity(self) -> str:
         """Everything in this package that the compiled code depends on."""
-        used = {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)}
+        used = {node.id for node in names_in(self.tree)}
         parts = [self.text, f"threads {self.threads} min_blocks {self.min_blocks} cluster {self.cluster}"]
         for name, value in sorted(self.names.items()):
             if name in used:

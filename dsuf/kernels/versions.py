@@ -10,15 +10,17 @@ from __future__ import annotations
 import ast
 from collections import Counter
 
+from dsuf.kernels.trees import names_in
+
 Block = list[ast.stmt]
 
 
 def _loads(node: ast.AST) -> Counter[str]:
-    return Counter(n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load))
+    return Counter([n.id for n in names_in(node) if isinstance(n.ctx, ast.Load)])
 
 
 def _targets(node: ast.AST) -> list[str]:
-    return [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+    return [n.id for n in names_in(node) if isinstance(n.ctx, ast.Store)]
 
 
 def _exposed(block: Block, defined: set[str]) -> set[str]:
@@ -78,8 +80,8 @@ class Versions:
             else:
                 if hasattr(statement, "value"):
                     statement.value = _Renamer(current).visit(statement.value)
-                for node in ast.walk(statement):
-                    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                for node in names_in(statement):
+                    if isinstance(node.ctx, ast.Store):
                         if node.id not in pinned or node.id not in current:
                             current[node.id] = self.fresh(node.id)
                         node.id = current[node.id]

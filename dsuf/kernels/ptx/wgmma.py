@@ -46,7 +46,7 @@ def _spread(lanes: Lanes, d: np.ndarray, acc: Any, keep: bool) -> tuple[np.ndarr
     """[64, n] to the registers of a warpgroup, added to the accumulators if `keep`."""
     value = d[_places(d.shape[1] // 2)]
     if keep:
-        value = value + np.stack([lanes.vector(one, np.float32) for one in acc])
+        value = value + np.stack([lanes.vector(one, np.float32) for one in acc[: len(value)]])
     return tuple(value.astype(np.float32))
 
 

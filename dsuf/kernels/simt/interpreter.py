@@ -20,6 +20,7 @@ from dsuf.kernels.lang import Cast, Kernel, Select
 from dsuf.kernels.ptx.op import Op
 from dsuf.kernels.simt.errors import KernelFault
 from dsuf.kernels.simt.lanes import WAIT, Lanes
+from dsuf.kernels.trees import names_in
 
 BINARY: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
@@ -81,8 +82,7 @@ class Program:
 
     def __init__(self, kernel: Kernel) -> None:
         self.names = kernel.names
-        bound = {node.id for node in ast.walk(kernel.tree) if isinstance(node, ast.Name)
-                 and isinstance(node.ctx, ast.Store)}  # fmt: skip
+        bound = {node.id for node in names_in(kernel.tree) if isinstance(node.ctx, ast.Store)}
         self.variables = bound | {name for name, _ in kernel.parameters}
 
     # ---- statements
