@@ -14,16 +14,22 @@ from dsuf import errors
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 CacheSource = Literal["none", "local", "remote"]
+LEAST_TEMPERATURE = 1e-6  # below it nothing but the largest logit has a chance, and its inverse leaves float32
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     """How a token is chosen from a row of logits."""
 
-    temperature: float = 1.0  # 0: greedy
+    temperature: float = 1.0  # 0: greedy, as is anything below LEAST_TEMPERATURE
     top_p: float = 1.0
     top_k: int = 0  # 0: off
     seed: int = 0  # key of the counter-based generator, 64 bit
     logprobs: int | None = None  # None: off; 0..20 alternatives beside the emitted token
+
+    def __post_init__(self) -> None:
+        """Hosts and devices must agree on what is greedy, and a device knows single precision only."""
+        if 0 < self.temperature < LEAST_TEMPERATURE:
+            msgspec.structs.force_setattr(self, "temperature", 0.0)
 
 
 class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag="request"):
