@@ -45,7 +45,8 @@ def buffers(machine: Machine, rows: int) -> Buffers:
     found["pages"] = (p.pool, p.count * p.page_bytes)
     found["windows"] = (p.windows, p.slots * p.window_pitch)
     found["history"] = (p.history, p.slots * p.sizes.history)
-    return found | {f"pair {layer}": (at, p.slots * p.sizes.pairs) for layer, at in p.pairs.items()}
+    pairs = p.slots * p.sizes.pairs // max(len(p.pairs), 1)
+    return found | {f"pair {layer}": (at, pairs) for layer, at in p.pairs.items()}
 
 
 def clear(together: Together, of: Callable[[Machine], Buffers]) -> None:
