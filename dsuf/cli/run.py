@@ -6,7 +6,7 @@ stdout carries the answer, or with --json one object; everything else goes to st
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +21,7 @@ from dsuf.config import SamplingFlags, check_output
 from dsuf.errors import EngineGone, UsageError
 
 if TYPE_CHECKING:
-    from dsuf.engine.messages import Finished, Request, Sampling, Tokens
+    from dsuf.engine.messages import Event, Finished, Request, Sampling, Tokens
     from dsuf.engine.sequence import Trace
     from dsuf.text.prompt import ChatText, Prompt
 
@@ -153,13 +153,18 @@ def answer(
 
 
 def generate(
-    session: Session, request: Request, trace: Trace, on_tokens: Callable[[Tokens], None]
+    session: Session,
+    request: Request,
+    trace: Trace,
+    on_tokens: Callable[[Tokens], None],
+    events: Iterator[Event] | None = None,
 ) -> tuple[list[int], Finished]:
-    """Run one request to its end; `on_tokens` gets each Tokens event."""
+    """Run one request to its end; `on_tokens` gets each Tokens event. `events` are the engine's, where they are made
+    in another way than by its `generate`."""
     from dsuf.engine.messages import Finished, Tokens
 
     ids: list[int] = []
-    for event in session.engine.generate(request, trace):
+    for event in session.engine.generate(request, trace) if events is None else events:
         if isinstance(event, Tokens):
             ids += event.ids
             on_tokens(event)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import signal
 
 import pytest
 
 from dsuf.cli import chat
 from dsuf.cli.app import run_command
+from dsuf.engine.engine import Engine
 
 
 @pytest.fixture
@@ -92,22 +95,34 @@ def test_a_chat_keeps_its_thread(run, monkeypatch, capsys):
     assert err.count("4 tokens at") == 2
 
 
-def test_an_interrupted_answer_is_forgotten_and_the_chat_goes_on(run, monkeypatch):
-    turns = []
-    generate = chat.generate
+@pytest.mark.parametrize("steps", [1, 4])
+def test_an_interrupt_breaks_off_one_answer_wherever_it_strikes(run, monkeypatch, steps):
+    step, done = Engine.step, []
 
-    def interrupted_once(session, request, *rest):
-        turns.append(len(request.prompt_ids))
-        if len(turns) == 1:
-            raise KeyboardInterrupt
-        return generate(session, request, *rest)
+    def interrupted(engine):
+        done.append(engine)
+        if len(done) == steps:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(engine)
 
-    monkeypatch.setattr(chat, "generate", interrupted_once)
+    monkeypatch.setattr(Engine, "step", interrupted)
     monkeypatch.setattr("sys.stdin", io.StringIO("one\none\n"))
-    status, out, _ = run("--chat", "--max-tokens", "2")
+    status, out, err = run("--chat", "--max-tokens", "8", "--draft", "off")
     assert status == 0
-    assert "[broken off; this turn is forgotten]" in out
-    assert turns[0] == turns[1]
+    assert out.count("[broken off; this turn is forgotten]") == 1
+    assert len(re.findall(r"^\d+ tokens at", err, re.MULTILINE)) == 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_interrupt_ends_the_chat(run, monkeypatch):
+    def interrupted(engine):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("the second one was not heard")
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
+    assert run("--chat")[0] == 130
 
 
 def test_a_message_that_cannot_be_run_does_not_end_the_chat(run, monkeypatch):
