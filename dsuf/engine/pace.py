@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import numpy as np
 
-_UNITS = np.array(
-    [1.0, 1e-3, 1e-9]
-)  # costs are kept of a pass, of 1,000 rows, of 1,000 rows at a million: alike in size
+# costs are kept of a pass, of 1,000 rows, of 1,000 rows at a million: alike in size
+_UNITS = np.array([1.0, 1e-3, 1e-9])
 _ERROR = 0.03  # of a pass's time: one standard deviation
 _FIRST_ERROR = 0.3
 _DRIFT = 0.02  # of each of the three, from pass to pass
