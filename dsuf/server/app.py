@@ -25,7 +25,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
-from dsuf.errors import DsufError, EnvironmentProblem
+from dsuf.errors import DsufError, EngineGone, EnvironmentProblem
 from dsuf.server.admin import Admin
 from dsuf.server.connection import Connection
 from dsuf.server.drain import Drain
@@ -141,7 +141,8 @@ async def serve(
         stack.callback(asking.cancel)
         _spare_the_collector()
         await server.serve(sockets=[sock])
-    if start.failure is not None:
+    # a service manager's SIGTERM ends an engine that is starting as well, which then says nothing
+    if start.failure is not None and not (service.draining and isinstance(start.failure, EngineGone)):
         raise start.failure
     return 0
 

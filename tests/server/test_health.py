@@ -48,6 +48,20 @@ def test_a_server_can_be_stopped_while_it_starts():
     assert server.result == 0 and not server.log("engine_gone")
 
 
+def test_an_engine_that_is_stopped_with_its_server_while_it_starts_is_no_failure(monkeypatch):
+    with running_server(says("x"), engine_ready=False) as server:
+        log = type(server.service).log
+
+        def draining_from_now_on(service, line):  # as when one signal reaches both processes
+            service.draining = True
+            log(service, line)
+
+        monkeypatch.setattr(type(server.service), "log", draining_from_now_on)
+        server.peer.die()
+        wait_until(lambda: server.log("engine_gone"))
+    assert server.result == 0
+
+
 def test_version():
     with running_server(says("x")) as server:
         assert set(httpx.get(server.url + "/version").json()) == {"version"}
