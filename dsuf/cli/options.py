@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from dsuf.errors import UsageError
 
 DEFAULT_CKPT = "toy"
 
@@ -47,3 +49,11 @@ FailAbove = Annotated[
 ]
 Repeat = Annotated[int, typer.Option("--repeat", help="Measured repeats.")]
 Warmup = Annotated[int, typer.Option("--warmup", help="Repeats before the measured ones.")]
+
+
+def refuse(flags: dict[str, Any], why: str) -> None:
+    """Raise UsageError for those of `flags` that are given: none may be without effect in silence."""
+    given = [flag for flag, value in flags.items() if value]
+    if given:
+        are, them = ("is", "it") if len(given) == 1 else ("are", "them")
+        raise UsageError(f"{', '.join(given)} {are} {why}. Leave {them} out.")

@@ -20,7 +20,7 @@ from dsuf.cli.own_server import own_server, serve_flags
 from dsuf.cli.page import extract_page, failed_checks
 from dsuf.cli.recipe import BENCH_DECODE, BENCH_SERVE, Recipe, load_recipe
 from dsuf.config import BenchOptions, check_output, parse_thresholds, read_environment
-from dsuf.errors import CheckFailed, ConfigError, UsageError
+from dsuf.errors import CheckFailed, ConfigError
 
 TITLES = {
     "tokens_per_s": "tokens/s",
@@ -67,12 +67,14 @@ def repro(
         "--verify": verify != "auto",
     }
     if recipe.command in (BENCH_SERVE, BENCH_DECODE):
-        _refuse(page_flags, f"is for recipes that ask for a page; {name} measures")
+        options.refuse(page_flags, f"for recipes that ask for a page; {name} measures")
     if recipe.command == BENCH_DECODE:
-        _refuse(server_flags | {"--ci-json": ci_json}, f"is not for {name}, which measures in this process")
+        options.refuse(server_flags | {"--ci-json": ci_json}, f"not for {name}, which measures in this process")
     if open_page:
         kept = {"--output": output, "--ci-json": ci_json, "--fail-below": fail_below, "--fail-above": fail_above}
-        _refuse({"--save": save, "--check": check} | kept, "is not for --open: the page sends the request by itself")
+        options.refuse(
+            {"--save": save, "--check": check} | kept, "not for --open: the page sends the request by itself"
+        )
     if recipe.command == BENCH_DECODE:
         shared = {"gpus": gpus, "label": label, "output": output, "fail_below": fail_below, "fail_above": fail_above}
         _run_decode(recipe, repeat=runs, **{flag: value for flag, value in shared.items() if value})
@@ -109,12 +111,6 @@ def repro(
     if check and (failed := failed_checks(page, recipe.checks)):
         raise CheckFailed(f"The page does not pass: {'; '.join(failed)}")
     check_thresholds(result.metrics, bench.thresholds)
-
-
-def _refuse(flags: dict[str, Any], why: str) -> None:
-    """Raise UsageError for the flags that are given."""
-    if given := ", ".join(flag for flag, value in flags.items() if value):
-        raise UsageError(f"{given} {why}. Leave it out.")
 
 
 def _run_bench(recipe: Recipe, **flags: Any) -> None:

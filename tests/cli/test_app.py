@@ -125,3 +125,17 @@ def test_an_interrupt_while_the_command_is_imported_ends_without_a_traceback():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (130, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["bench", "decode", "--steps", "5", "--profile"], "--steps, --profile are for a --config. Leave them out."),
+        (["bench", "decode", "--config", "tiny", "--tokens", "x"], "--tokens is not for a --config"),
+        (["bench", "prefill", "--profile"], "--profile is for a --config. Leave it out."),
+        (["bench", "decode", "--max-new", "0"], "--max-new is 0; expected a whole number from 1"),
+    ],
+)
+def test_a_benchmark_refuses_flags_that_would_have_no_effect(arguments, told, capsys):
+    assert app.run_command(arguments) == 2
+    assert told in capsys.readouterr().err

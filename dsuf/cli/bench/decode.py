@@ -14,7 +14,7 @@ from dsuf.cli.bench.result import check_thresholds, new_result, write_result
 from dsuf.cli.bench.table import print_table
 from dsuf.cli.live import say
 from dsuf.cli.session import engine_options, open_session
-from dsuf.config import BenchOptions, SamplingFlags, check_number
+from dsuf.config import MAX_NEW_TOKENS, BenchOptions, SamplingFlags, check_number
 
 if TYPE_CHECKING:
     from dsuf.engine.options import EngineOptions
@@ -57,6 +57,13 @@ def decode(
     from dsuf.cli.bench.floor import expected_distinct_experts
 
     check_number("--batch", batch, 1, 256, whole=True)
+    check_number("--max-new", max_new, 1, MAX_NEW_TOKENS, whole=True)
+    prompted = {"--prompt": prompt, "--tokens": tokens, "--ckpt": ckpt != options.DEFAULT_CKPT}
+    of_config = {"--context": context != 1024, "--steps": steps != 20, "--inject-accept": inject_accept is not None}
+    if config is None:
+        options.refuse({**of_config, "--profile": profile, "--twins": twins}, "for a --config")
+    else:
+        options.refuse(prompted, "not for a --config, which has random weights and contexts")
     sampling = SamplingFlags(temperature=temperature, seed=bench.seed, max_tokens=max_new)
     engine = engine_options(gpus, numerics, prefill, draft, verify, None, max_sequences=batch)
     if config is not None:

@@ -38,6 +38,8 @@ def prefill(
     from dsuf.cli.bench.prefilling import prefill_floors, prefill_samples
 
     lengths = parse_token_counts(tokens)
+    if config is None:
+        options.refuse({"--profile": profile}, "for a --config")
     engine = engine_options(gpus, numerics, prefill_mode, "on", "auto", None)
     if config is not None:
         prefill_config(config, engine, lengths, bench, profile=profile)
