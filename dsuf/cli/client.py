@@ -66,6 +66,14 @@ def chat_url(url: str) -> str:
     return urllib.parse.urlunsplit(parts._replace(path=path.removesuffix("/v1") + CHAT_PATH))
 
 
+class _NotShown(Exception):
+    """Our own output failed, not the server."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 def stream_chat(
     url: str, request: dict[str, Any], on_text: Callable[[str], None], api_key: str | None = None
 ) -> StreamTimes:
@@ -79,9 +87,18 @@ def stream_chat(
         headers["Authorization"] = f"Bearer {api_key}"
     post = urllib.request.Request(url, json.dumps(request).encode(), headers)
     started = time.perf_counter()
+
+    def show(text: str) -> None:
+        try:
+            on_text(text)
+        except OSError as error:
+            raise _NotShown(error) from None
+
     try:
         with urllib.request.urlopen(post, timeout=SILENCE_S) as stream:
-            return _read_stream(stream, started, on_text)
+            return _read_stream(stream, started, show)
+    except _NotShown as failed:
+        raise failed.error from None
     except urllib.error.HTTPError as error:
         message = _error_message(error.read())
         kind = UsageError if 400 <= error.code < 500 else EnvironmentProblem

@@ -25,7 +25,10 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-_NO_SUCH_PATH = "no such path. The chat API is POST /v1/chat/completions, the list of models GET /v1/models."
+_NO_SUCH_PATH = (
+    "no such path. The chat API is POST /v1/chat/completions, the list of models GET /v1/models, "
+    "a page to try it GET /demo."
+)
 
 
 class HttpProblem(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 
 import pytest
@@ -83,6 +84,16 @@ def test_a_server_that_fails_is_an_environment_problem(server):
     server.status, server.error = 503, "the engine is starting"
     with pytest.raises(EnvironmentProblem, match="answered 503: the engine is starting"):
         ask(server)
+
+
+def test_an_output_that_fails_is_not_taken_for_the_servers_fault(server):
+    server.pieces = [event("x", usage=1), DONE]
+
+    def full(text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left on device"):
+        stream_chat(server.url + "/v1/chat/completions", {"stream": True}, full)
 
 
 def test_an_error_event_is_never_a_success(server):
