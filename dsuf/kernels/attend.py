@@ -2,7 +2,8 @@
 
     s_t = rope(q) . k_t / sqrt(d);  o = sum_t e^(s_t - M) k_t / (sum_t e^(s_t - M) + e^(sink - M)), inverse rope, bf16
 
-q bf16 [rows, H, d] before rope; o bf16 [rows, H, d]. The keys of a row are positions first .. last of its window ring
+q bf16 [rows, H, d] before rope; o f16 [rows, H, d] of the bf16 values, what wo_a multiplies (exact from 2^-14 on, a
+mean of keys stays far below 65,504). The keys of a row are positions first .. last of its window ring
 (rows of latents.window_row_bytes: e4m3, ue8m0 per 32), then `chosen` of selected int32 [rows, topk]: e2m1 with one
 e4m3 scale per 16 in pages (layout.py), an entry's page is entry >> (7 - shift) with shift 1 for ratio 2. chosen 0 (the
 address): window only. The drafter's block sees its own five latents: they stand in the ring at the block's positions,
@@ -45,6 +46,7 @@ from dsuf.kernels.ptx.convert import (
     e4m3x4_bf16,
     e4m3x4_bf16_scaled,
     exp2_approx,
+    f16x2,
     fma,
     fmax,
     fp4x8_bf16_scaled,
@@ -375,6 +377,7 @@ def make(*, h: int, d: int, rope: int, most: int) -> Kernel:
                     word[j] = bf16x2(v[2 * j + 1], v[2 * j])
                     if column >= TAIL:
                         word[j] = turn(word[j], cos[2 * i + j], -sin[2 * i + j])
+                    word[j] = f16x2(bf16_high(word[j]), bf16_low(word[j]))
                 stg_u32x2(out + ((row * h + heads + one) * d + column) * 2, word)
         sync_warp()  # the cluster barrier wants whole warps
         cluster_arrive()

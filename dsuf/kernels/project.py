@@ -4,7 +4,7 @@
 
     kind   W                                            x                                                   y
     q8     e4m3, ue8m0 per 32x32 (pack_fp8)             e4m3 [rows, K], ue8m0 [rows, scale_stride(K)]       bf16
-    wo_a   the same, block-diagonal [groups * N, K]     bf16 [rows, groups, K]                              bf16
+    wo_a   the same, block-diagonal [groups * N, K]     f16 [rows, groups, K] (attend.py writes bf16 values)    bf16
     bf16   bf16 [N, K] (pack_bf16)                      bf16 [rows, K]                                      float32
 
 y [rows, groups * N] holds a whole tile of rows; the first `live` are read and computed, the others get copies. N, K,
@@ -54,7 +54,7 @@ from dsuf.kernels.stream import (
     bf16_chunk,
     fetch,
     fp8_chunk,
-    fp8_chunk_bf16,
+    fp8_chunk_f16,
     scale_stride,
     stage_words,
 )
@@ -196,7 +196,7 @@ def make(
                 elif WEIGHTS_BF16:
                     bf16_chunk(acc, at, COLUMNS, GROUPS32, lane, xs, x_at, staged)
                 else:
-                    fp8_chunk_bf16(acc, at, COLUMNS, GROUPS32, lane, xs, x_at, staged)
+                    fp8_chunk_f16(acc, at, COLUMNS, GROUPS32, lane, xs, x_at, staged)
                 sync_warp()
                 if ahead < tiles and lane == 0:
                     fetch(ring, bar, stage, SIZE, weights + (int64(ahead) * chunks + following) * SIZE, policy)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 from dsuf.kernels.lang import inline, int32, int64, regs, uint32, unroll
-from dsuf.kernels.ptx.convert import add_scaled, e4m3x4_bf16, opaque, ue8m0
+from dsuf.kernels.ptx.convert import add_rows, add_scaled, e4m3x4_f16, opaque, ue8m0
 from dsuf.kernels.ptx.copy import bulk_load_hint, mbarrier_expect
 from dsuf.kernels.ptx.memory import (
     ldg_u32,
@@ -31,7 +31,7 @@ from dsuf.kernels.ptx.memory import (
     sts_u32,
     sts_u32x4,
 )
-from dsuf.kernels.ptx.mma import mma_bf16, mma_e4m3
+from dsuf.kernels.ptx.mma import mma_bf16, mma_e4m3, mma_f16
 
 FP4_BIAS = 16384.0  # fp4x8_f16_bits gives values times 2^-14
 
@@ -117,10 +117,10 @@ def fp8_chunk(
 
 
 @inline
-def fp8_chunk_bf16(
+def fp8_chunk_f16(
     acc: Any, at: Any, tiles: Any, groups: Any, lane: Any, xs: Any, x_at: Any, staged: Any
 ) -> None:  # fmt: skip
-    """The same for bf16 activations: the weights become bf16 (exact), their scale is applied to each group's sum.
+    """The same for f16 activations: the weights become f16 (exact), their scale is applied to each group's sum.
 
     Many tiles take a chunk of eight groups in two rounds of a loop: unrolled, its loads want too many registers.
     """
@@ -128,30 +128,30 @@ def fp8_chunk_bf16(
     if tiles > 3 and groups == 8:
         for half in range(opaque(int32(2))):
             word = f[0] if half == 0 else f[1]
-            bf16_groups(acc, uint32(at + half * 2048), tiles, 4, lane, xs, x_at + half * 256, (word, word), staged)
+            f16_groups(acc, uint32(at + half * 2048), tiles, 4, lane, xs, x_at + half * 256, (word, word), staged)
     else:
-        bf16_groups(acc, at, tiles, groups, lane, xs, x_at, f, staged)
+        f16_groups(acc, at, tiles, groups, lane, xs, x_at, f, staged)
 
 
 @inline
-def bf16_groups(
+def f16_groups(
     acc: Any, at: Any, tiles: Any, groups: Any, lane: Any, xs: Any, x_at: Any, f: Any, staged: Any
 ) -> None:  # fmt: skip
-    """Groups of an fp8 chunk times bf16 activations; f: their scales, four a word."""
+    """Groups of an fp8 chunk times f16 activations; f: their scales, four a word."""
     for q in unroll(groups):
         a = lds_u32x4(uint32(at + q * 512 + lane * 16))
-        top0 = e4m3x4_bf16(a[0])
-        low0 = e4m3x4_bf16(a[1])
-        top1 = e4m3x4_bf16(a[2])
-        low1 = e4m3x4_bf16(a[3])
+        top0 = e4m3x4_f16(a[0])
+        low0 = e4m3x4_f16(a[1])
+        top1 = e4m3x4_f16(a[2])
+        low1 = e4m3x4_f16(a[3])
         w = ue8m0[q % 4](f[q // 4])
         for c in unroll(tiles):
             b = regs(4)
             at_x = xs[c] + (x_at + q * 64)
             b = lds_u32x4(uint32(at_x)) if staged else ldg_u32x4(at_x)
-            p = mma_bf16((top0[0], low0[0], top0[1], low0[1]), (b[0], b[1]), (0.0, 0.0, 0.0, 0.0))
-            p = mma_bf16((top1[0], low1[0], top1[1], low1[1]), (b[2], b[3]), p)
-            acc[c] = add_scaled(acc[c], p, w, w, 1.0, 1.0)
+            p = mma_f16((top0[0], low0[0], top0[1], low0[1]), (b[0], b[1]), (0.0, 0.0, 0.0, 0.0))
+            p = mma_f16((top1[0], low1[0], top1[1], low1[1]), (b[2], b[3]), p)
+            acc[c] = add_rows(acc[c], p, w, w)
 
 
 @inline

@@ -59,7 +59,7 @@ class Case:
         self.per_page = per_page
 
     def run(self) -> np.ndarray:
-        rows, out = len(self.position), np.full(self.q.shape, 0x7FC0, np.uint16)
+        rows, out = len(self.position), np.full(self.q.shape, np.nan, np.float16)
         page = np.concatenate([a.reshape(len(a), -1) for a in (self.codes, self.scales)], axis=1)
         pages = np.ascontiguousarray(page)
         most = -(-(self.window + 5 + self.topk) // 128) * 128
@@ -95,11 +95,11 @@ def test_attention_agrees_with_the_op(width: str, ratio: int):
     out = case.run()
     for row in range(len(positions)):
         if case.sequence[row] < 0:
-            assert (out[row] == 0x7FC0).all()
+            assert np.isnan(out[row]).all()
             continue
         want = case.expected(row)
         # probabilities are rounded to bf16, then the result twice
-        assert_near(values(out[row]), want, 2.0**-7, 2.0**-7 * np.abs(want).max())
+        assert_near(out[row].astype(float), want, 2.0**-7, 2.0**-7 * np.abs(want).max())
 
 
 def test_rows_of_a_drafted_block_see_all_of_it():
@@ -109,13 +109,13 @@ def test_rows_of_a_drafted_block_see_all_of_it():
     out = case.run()
     for row in range(5):
         want = case.expected(row)
-        assert_near(values(out[row]), want, 2.0**-7, 2.0**-7 * np.abs(want).max())
+        assert_near(out[row].astype(float), want, 2.0**-7, 2.0**-7 * np.abs(want).max())
 
 
 def test_a_row_without_keys_is_zero():
     case = Case(np.random.default_rng(3), "tiny", 0, [50])
     case.first[:], case.last[:] = 51, 50
-    assert not values(case.run()).any()
+    assert not case.run().any()
 
 
 @pytest.mark.parametrize("rows", [6, 16, 48])

@@ -52,7 +52,8 @@ def projection(name: str, bench: Bench, rows: int) -> Case:
         x, sx, exact = bench.quantised(tile, one.k)
     else:
         bits = formats.float32_to_bf16(bench.rng.standard_normal((tile, one.groups * one.k)).astype(np.float32))
-        x, sx, exact = bench.put(bits), 0, formats.bf16_to_float32(bits).astype(np.float64)
+        exact = formats.bf16_to_float32(bits).astype(np.float64)
+        x, sx = bench.put(exact.astype(np.float16) if one.kind == "wo_a" else bits), 0
     dtype = np.float32 if one.kind == "bf16" else np.uint16
     y = bench.poisoned(tile * outputs * np.dtype(dtype).itemsize)
 

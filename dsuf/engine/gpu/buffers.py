@@ -105,7 +105,7 @@ class Workspace:
     c_codes: int  # query latent [R, Q]
     c_scales: int
     q: int  # bf16 [R, H, d]
-    o: int  # bf16 [R, H, d]
+    o: int  # f16 [R, H, d]
     y: int  # bf16 [R, G r], and as codes
     y_codes: int
     y_scales: int
