@@ -25,9 +25,10 @@ of fn are what takes time, 250 KB a block if one cluster reads them all: four cl
 read their share of fn, before the wait, into registers; the first alone writes what does not depend on fn. Beyond eight
 rows a cluster takes every eighth, over the same registers.
 
-    hand-off                who writes          who waits               reused
-    coefficients            warp 0              the block               never
-    warp sums, block sums   each warp, threads  the block, the cluster  by the next row, after the last cluster barrier
+    hand-off                        who writes          who waits        reused
+    coefficients                    warp 0              the block        never
+    squares of u, of each warp      each warp, pushed   each block       two rows later: by then every warp has pushed
+    other sums, of each warp        each warp, pushed   the first block  the row between, so has read this one
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from typing import Any
 from dsuf.kernels.catalogue import Entry, Width
 from dsuf.kernels.lang import Kernel, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
 from dsuf.kernels.ptx.convert import (
+    as_bits,
     as_float,
     bf16_high,
     bf16_low,
@@ -51,6 +53,7 @@ from dsuf.kernels.ptx.convert import (
     rcp_approx,
     rsqrt_approx,
 )
+from dsuf.kernels.ptx.copy import fence_mbarrier_init, mbarrier_expect, mbarrier_init, mbarrier_wait, push_u32
 from dsuf.kernels.ptx.memory import (
     ldg_f32,
     ldg_u32,
@@ -69,11 +72,11 @@ from dsuf.kernels.ptx.sync import (
     block_count,
     block_index,
     cluster_address,
-    cluster_arrive,
+    cluster_arrive_relaxed,
     cluster_rank,
     cluster_wait,
-    ld_cluster_f32,
     let_next_kernel_start,
+    shuffle_xor_f32,
     sync_threads,
     sync_warp,
     thread_index,
@@ -144,6 +147,34 @@ def coefficients(to: Any, sums: Any, scale: Any, base: Any, width: Any, rounds: 
         sts_f32(uint32(to + 32 + 4 * j), c[j])
 
 
+@inline
+def scatter_sum(v: Any, n: Any, lane: Any) -> None:
+    """v[0] = the warp's sum of value lane / (32 / n), of n values a lane, a power of two: half of them a step."""
+    for step in unroll(5):
+        for i in unroll((n >> step + 1) + (1 if n >> step + 1 == 0 else 0)):
+            if n >> step + 1 > 0:
+                low = v[i]
+                high = v[(n >> step + 1) + i]
+                given = low if lane & (16 >> step) != 0 else high
+                kept = high if lane & (16 >> step) != 0 else low
+                v[i] = kept + shuffle_xor_f32(given, uint32(16 >> step))
+            else:
+                v[i] = v[i] + shuffle_xor_f32(v[i], uint32(16 >> step))
+
+
+@inline
+def sum_of_parts(at: Any, count: Any, lane: Any) -> Any:
+    """The sum of `count` floats in shared memory, the same on every lane."""
+    total = 0.0
+    for i in unroll(-(-count // 32)):
+        place = int32(lane + 32 * i)
+        if 32 * i + 32 <= count:
+            total = total + lds_f32(uint32(at + place * 4))
+        else:
+            total = total + (lds_f32(uint32(at + min(place, count - 1) * 4)) if place < count else 0.0)
+    return sum_over(total, WARP)
+
+
 def grid(d: int, rows: int) -> int:
     """Blocks of a launch."""
     return cluster_of(d) * SPLITS * min(rows, ROWS_AT_ONCE)
@@ -161,12 +192,15 @@ def make(*, d: int, cluster: int, splits: int, most_slots: int, rounds: int, hc_
     WARPS = -(-PAIRS // 32)
     THREADS = WARPS * 32
     MINE, FLAT = ROWS_OF_FN // splits, STREAMS * d
-    TOTALS = MINE + 2  # rows of fn, sum of X'^2, sum of u^2
-    AT_WARP = 96 * -(-MOST_ROWS // ROWS_AT_ONCE)  # behind the coefficients of a cluster's rows
-    AT_BLOCK, AT_TOTAL = AT_WARP + 4 * TOTALS * WARPS, AT_WARP + 4 * TOTALS * (WARPS + 1)
+    TOTALS = MINE + 1  # rows of fn, sum of X'^2
+    LANES = 32 // (1 << MINE.bit_length())  # that end up with the same one of the totals
+    PARTS = cluster * WARPS  # partial sums of a row
+    AT_SQUARE = 96 * -(-MOST_ROWS // ROWS_AT_ONCE)  # behind the coefficients of a cluster's rows
+    AT_TOTAL = AT_SQUARE + 2 * 4 * PARTS
+    AT_BAR = -(-(AT_TOTAL + 2 * 4 * TOTALS * PARTS) // 8) * 8
 
     @kernel(
-        threads=THREADS, grid=(cluster * splits * ROWS_AT_ONCE,), shared=AT_TOTAL + 4 * TOTALS, min_blocks=2,
+        threads=THREADS, grid=(cluster * splits * ROWS_AT_ONCE,), shared=AT_BAR + 32, min_blocks=2,
         cluster=cluster, name=f"seam_{d}",
     )  # fmt: skip
     def seam(
@@ -195,12 +229,27 @@ def make(*, d: int, cluster: int, splits: int, most_slots: int, rounds: int, hc_
             else:
                 sums = sums_in + int64(first + tid * step) * (4 * SUMS)
                 coefficients(to, sums, scale, base, FLAT, rounds, hc_eps, eps)
+        if tid == 0:
+            for i in unroll(4):
+                mbarrier_init(uint32(shared + AT_BAR + 8 * i), uint32(1))
+            fence_mbarrier_init()
         sync_threads()
+        cluster_arrive_relaxed()
+        cluster_wait()
+        turn = int32(0)
+        phase = int32(0)
+        of_row = uint32(shared)
         wait_for_previous_kernel()
         let_next_kernel_start()
         for index in range(first, rows, step):
             row = int64(index)
-            of_row = uint32(shared + (index - first) // step * 96)
+            squares = uint32(shared + AT_SQUARE + turn * (4 * PARTS))
+            landed = uint32(shared + AT_TOTAL + turn * (4 * TOTALS * PARTS))
+            bar = uint32(shared + AT_BAR + 16 * turn)
+            if tid == 0:
+                mbarrier_expect(bar, uint32(4 * PARTS))
+                if rank == 0:
+                    mbarrier_expect(uint32(bar + 8), uint32(4 * TOTALS * PARTS))
             at = streams + (row * FLAT + column) * 2
             low = regs(4, 0.0)
             high = regs(4, 0.0)
@@ -257,46 +306,30 @@ def make(*, d: int, cluster: int, splits: int, most_slots: int, rounds: int, hc_
                         mean0 = ((low[0] + low[1]) + low[2] + low[3]) * 0.25
                         mean1 = ((high[0] + high[1]) + high[2] + high[3]) * 0.25
                         stg_u32(tapped + (row * d + column) * 2, bf16x2(mean1, mean0))
-            # products with fn, the squares of the streams, those of u: over the warp, then the block, then the cluster
-            totals = regs(TOTALS)
+            # partial sums go to whoever adds them up: squares of u to every block, the others to the first
+            square = sum_over(fma(u1, u1, u0 * u0), WARP)
+            if lane < cluster:
+                own = uint32(squares + (rank * WARPS + warp) * 4)
+                push_u32(cluster_address(own, uint32(lane)), as_bits(square), cluster_address(bar, uint32(lane)))
+            totals = regs(32 // LANES, 0.0)
             for i in unroll(TOTALS):
                 s = 0.0
-                if i < MINE:
-                    for j in unroll(4):
+                for j in unroll(4):
+                    if i < MINE:
                         s = fma(as_float(f[8 * i + 2 * j]), low[j], s)
                         s = fma(as_float(f[8 * i + 2 * j + 1]), high[j], s)
-                if i == MINE:
-                    for j in unroll(4):
+                    else:
                         s = fma(low[j], low[j], s)
                         s = fma(high[j], high[j], s)
-                if i == MINE + 1:
-                    s = fma(u1, u1, u0 * u0)
-                totals[i] = sum_over(s, WARP)
-            if lane == 0:
-                for i in unroll(TOTALS):
-                    sts_f32(uint32(shared + AT_WARP + (warp * TOTALS + i) * 4), totals[i])
-            sync_threads()
-            if tid < TOTALS:
-                s = lds_f32(uint32(shared + AT_WARP + tid * 4))
-                for w in unroll(1, WARPS):
-                    s = s + lds_f32(uint32(shared + AT_WARP + (w * TOTALS + tid) * 4))
-                sts_f32(uint32(shared + AT_BLOCK + tid * 4), s)
-            sync_threads()
-            cluster_arrive()
-            cluster_wait()
-            if tid < TOTALS:
-                own = uint32(shared + AT_BLOCK + tid * 4)
-                s = ld_cluster_f32(cluster_address(own, uint32(0)))
-                for b in unroll(1, cluster):
-                    s = s + ld_cluster_f32(cluster_address(own, uint32(b)))
-                sts_f32(uint32(shared + AT_TOTAL + tid * 4), s)
-                if rank == 0 and tid < MINE:
-                    stg_f32(sums_out + (row * SUMS + split * MINE + tid) * 4, s)
-                if rank == 0 and split == 0 and tid >= MINE:
-                    stg_f32(sums_out + (row * SUMS + ROWS_OF_FN - MINE + tid) * 4, s)
-            sync_threads()
-            cluster_arrive()
-            inverse = rsqrt_approx(lds_f32(uint32(shared + AT_TOTAL + 4 * (TOTALS - 1))) * (1.0 / d) + eps)
+                totals[i] = s
+            scatter_sum(totals, 32 // LANES, lane)
+            which = int32(lane // LANES)
+            if lane % LANES == 0 and which < TOTALS:
+                own = uint32(landed + (which * PARTS + rank * WARPS + warp) * 4)
+                first_bar = cluster_address(uint32(bar + 8), uint32(0))
+                push_u32(cluster_address(own, uint32(0)), as_bits(totals[0]), first_bar)
+            mbarrier_wait(bar, uint32(phase))
+            inverse = rsqrt_approx(sum_of_parts(squares, PARTS, lane) * (1.0 / d) + eps)
             if tid < PAIRS:
                 w = ldw_u32(g + column * 2)
                 u0 = u0 * inverse * bf16_low(w)
@@ -315,8 +348,18 @@ def make(*, d: int, cluster: int, splits: int, most_slots: int, rounds: int, hc_
                     stg_u32(wide + (row * d + column) * 2, mul_f16x2(e4m3x4_f16(code)[0], wide_scale(e)))
                 if lane & 15 == 0:
                     stg_u8(scales + (row * SCALES + (column >> 5)), e)
-            sync_warp()  # the cluster barrier wants whole warps
-            cluster_wait()
+            sync_warp()
+            if rank == 0:
+                mbarrier_wait(uint32(bar + 8), uint32(phase))
+                for j in unroll(-(-TOTALS // WARPS)):
+                    i = int32(warp + j * WARPS)
+                    if i < TOTALS:
+                        total = sum_of_parts(uint32(landed + i * (4 * PARTS)), PARTS, lane)
+                        if lane == 0 and (i < MINE or split == 0):
+                            stg_f32(sums_out + (row * SUMS + (split * MINE + i if i < MINE else ROWS_OF_FN)) * 4, total)
+            phase = int32(phase ^ turn)
+            turn = int32(turn ^ 1)
+            of_row = uint32(of_row + 96)
 
     return seam
 

@@ -96,6 +96,31 @@ bulk_load = _bulk("bulk_load", hint=False)  # cp.async.bulk: global to shared, 1
 bulk_load_hint = _bulk("bulk_load_hint", hint=True)  # the same with an L2 policy
 
 
+PUSH = "st.async.shared::cluster.mbarrier::complete_tx::bytes"
+
+
+@ptx("= u32, u32, u32", f"{PUSH}.u32 [<0>], <1>, [<2>];", unit="warp")
+def push_u32(lanes: Lanes, target: Any, value: Any, barrier: Any) -> None:
+    """st.async: a word into a block of the cluster, counted by its mbarrier (both from cluster_address)"""
+    lanes.push(target, (value,), barrier)
+
+
+@ptx("= u32, u32*2, u32", f"{PUSH}.v2.u32 [<0>], <1>, [<2>];", unit="warp")
+def push_u32x2(lanes: Lanes, target: Any, value: Any, barrier: Any) -> None:
+    """The same with two words"""
+    lanes.push(target, value, barrier)
+
+
+@ptx(
+    "= u32, u32, u32, u32",
+    "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [<0>], [<1>], <2>, [<3>];",
+    unit="warp",
+)
+def bulk_push(lanes: Lanes, target: Any, source: Any, count: Any, barrier: Any) -> None:
+    """cp.async.bulk: shared memory into a block of the cluster, 16-byte units, counted by its mbarrier"""
+    lanes.bulk_push(target, source, count, barrier)
+
+
 @ptx("= u32, s64", "cp.async.cg.shared.global.L2::128B [<0>], [<1>], 16;")
 def async_load16(lanes: Lanes, target: Any, source: Any) -> None:
     """cp.async.cg of 16 bytes a lane (the CPU copies at once)"""

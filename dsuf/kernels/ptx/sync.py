@@ -153,6 +153,11 @@ def cluster_arrive() -> None:
     """barrier.cluster.arrive.release.aligned"""
 
 
+@ptx("=", "barrier.cluster.arrive.relaxed.aligned;", unit="warp")
+def cluster_arrive_relaxed() -> None:
+    """barrier.cluster.arrive.relaxed.aligned: orders no memory, so it does not wait for stores (release: MEMBAR.GPU)"""
+
+
 @ptx("=", "barrier.cluster.wait.acquire.aligned;", unit="warp")
 def cluster_wait(lanes: Lanes) -> Any:
     """barrier.cluster.wait.acquire.aligned"""

@@ -161,6 +161,26 @@ class Lanes:
             self.shared.fill(where, raw)
             self.shared.barrier(self.one(barrier)).step(0, -size)
 
+    def push(self, target: Any, value: Any, barrier: Any) -> None:
+        """st.async of each active lane: words to a block of the cluster, delivered at once."""
+        raw, wheres = self._bytes(value, np.uint32), self.vector(target)[self.mask].tolist()
+        for data, where, at in zip(raw, wheres, self.vector(barrier)[self.mask].tolist(), strict=True):
+            self.deliver(where, data, at)
+
+    def bulk_push(self, target: Any, source: Any, count: Any, barrier: Any) -> None:
+        """cp.async.bulk of each active lane from shared memory to a block of the cluster."""
+        operands = (self.vector(x)[self.mask].tolist() for x in (target, source, count, barrier))
+        for where, origin, size, at in zip(*operands, strict=True):
+            if where % 16 or origin % 16 or size % 16:
+                raise KernelFault(f"bulk copy of {size} bytes from {origin:#x} to {where:#x}: not in units of 16 bytes")
+            self.deliver(where, self.shared.raw(origin, size), at)
+
+    def deliver(self, target: int, data: np.ndarray, barrier: int) -> None:
+        """Bytes arrive at a block of the cluster; `target` and `barrier` are addresses of the cluster."""
+        peer = self.shared.peer(target >> 32)
+        peer.fill(target & 0xFFFFFFFF, data)
+        peer.barrier(barrier & 0xFFFFFFFF).step(0, -data.size)
+
     def copy16(self, target: Any, source: Any) -> None:
         """cp.async of 16 bytes a lane."""
         self.store_shared(target, self.load_global(source, np.uint32, 4), np.uint32)

@@ -24,6 +24,7 @@ BEARABLE = (
     "mbarrier_init", "mbarrier_expect", "mbarrier_arrive", "mbarrier_wait", "bulk_load", "bulk_load_hint", "sync_named",
     "cluster_arrive", "cluster_wait", "cluster_address", "ld_cluster_f32", "ld_cluster_u32", "ld_cluster_u32x4",
     "mbarrier_arrive_cluster", "mbarrier_wait_cluster", "async_arrive",
+    "cluster_arrive_relaxed", "push_u32", "push_u32x2", "bulk_push",
 )  # fmt: skip
 
 
@@ -169,6 +170,24 @@ class TogetherLanes(Lanes):
                 raise KernelFault(f"bulk copy of {size} bytes from {origin:#x} to {where:#x}: not in units of 16 bytes")
             self.shared.fill(slot, where, self.memory.load_run(origin, size))
             self.shared.barrier(slot, at).step(0, -size)
+
+    def push(self, target: Any, value: Any, barrier: Any) -> None:
+        raw = self._bytes(value, np.uint32)
+        for data, (slot, where, at) in zip(raw, self._each(target, barrier), strict=True):
+            self._deliver(slot, where, data, at)
+
+    def bulk_push(self, target: Any, source: Any, count: Any, barrier: Any) -> None:
+        operands = (self.vector(x)[self.mask].tolist() for x in (target, source, count, barrier))
+        for slot, where, origin, size, at in zip(self.slot[self.mask].tolist(), *operands, strict=True):
+            if where % 16 or origin % 16 or size % 16:
+                raise KernelFault(f"bulk copy of {size} bytes from {origin:#x} to {where:#x}: not in units of 16 bytes")
+            units = origin + np.arange(0, size, 16)
+            self._deliver(slot, where, self.shared.load(np.full(len(units), slot), units, 16).reshape(-1), at)
+
+    def _deliver(self, slot: int, target: int, data: np.ndarray, barrier: int) -> None:
+        owner = slot - slot % self.clusters + (target >> 32) - 1
+        self.shared.fill(owner, target & 0xFFFFFFFF, data)
+        self.shared.barrier(owner, barrier & 0xFFFFFFFF).step(0, -data.size)
 
     def sync_warp(self) -> None:
         self.whole_warps("sync_warp")
