@@ -10,31 +10,27 @@ address): window only. The drafter's block sees its own five latents: they stand
 with first and last the same for its five rows. Reference: dsuf.ops.attend.attend. Bytes: 528 a window key, 288 a
 selected one, a row; latency decides.
 
-A cluster of 8 blocks shares a row and up to 32 heads: each takes an eighth of the keys, dequantises them to bf16 in
-shared memory (exact), and makes scores, probabilities relative to its own largest score (rounded to bf16 as the
-official kernel rounds them), and its part of the sum. While it does, its largest scores and weights go round the
-cluster, so that a part is scaled before it is stored; then each block adds up the eight parts of its share of the
-heads, in the order of ranks. Shares depend on the row's own number of keys only. In the products with q a warp owns
-d / 8 columns and every other 16 keys (the block adds the columns' parts up, in order), in those with the values d / 16
-columns.
+A cluster of 8 blocks shares a row and up to 32 heads: block r takes every eighth key of window and entries, from the
+r-th on, so that a place of a list can be read before its length is known. It expands its keys (attend_keys.py), makes
+scores, probabilities relative to its own largest score (rounded to bf16 as the official kernel rounds them), and the
+mean of its keys. That goes as f16 to the block that adds up the head, in one copy a block; largest score and sum of
+weights went before. A release at cluster scope waits for all of a thread's stores (MEMBAR.GPU); copies that count at an
+mbarrier do not. Parts are added in the order of ranks, and shares depend on the row's own keys only. In the products
+with q a warp owns d / 8 columns and every other 16 keys, in those with the values d / 16 columns.
 
-Keys in shared memory, divided by 256: rows of d bf16 in chunks of 16 bytes, chunk c of key n at c ^ swizzle(n), where
-the products with q (8 keys, neighbouring chunks) and the transposed loads for the values (8 keys, one chunk) touch all
-banks once.
-
-    hand-off                     who writes   who waits    reused
-    addresses, keys              the block    the block    never
-    scores of a warp's columns   each warp    the block    by the parts of the sum, after probabilities are made
-    probabilities                each warp    the block    never
-    parts, largest, sums         the block    the cluster  never; the last cluster barrier keeps them alive
+    hand-off                     who writes     who waits              reused
+    addresses of keys            each warp      that warp              never
+    keys, turned tails of q      the block      the block              never
+    scores of a warp's columns   each warp      the block              by the parts, after probabilities are made
+    probabilities                each warp      the block              never
+    parts, largest, sums         the block      the cluster (mbarrier) never; blocks leave when all have been served
 """
 
 from __future__ import annotations
 
-from typing import Any
-
+from dsuf.kernels.attend_keys import UNIT, ask_key, chunk_address, expand_key, part_address, turn
 from dsuf.kernels.catalogue import Entry, Width
-from dsuf.kernels.lang import Kernel, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
+from dsuf.kernels.lang import Kernel, int32, int64, kernel, regs, s32, s64, uint32, unroll
 from dsuf.kernels.latents import MOST_ROWS, window_row_bytes
 from dsuf.kernels.ptx.convert import (
     as_bits,
@@ -42,28 +38,35 @@ from dsuf.kernels.ptx.convert import (
     bf16_high,
     bf16_low,
     bf16x2,
-    div,
-    e4m3x4_bf16,
-    e4m3x4_bf16_scaled,
     exp2_approx,
+    f16_high,
+    f16_low,
     f16x2,
     fma,
     fmax,
-    fp4x8_bf16_scaled,
-    mul_bf16x2,
-    prmt,
+    rcp_approx,
+)
+from dsuf.kernels.ptx.copy import (
+    bulk_push,
+    fence_async,
+    fence_mbarrier_init,
+    mbarrier_expect,
+    mbarrier_init,
+    mbarrier_wait,
+    push_u32x2,
 )
 from dsuf.kernels.ptx.memory import (
-    ldg_u8,
     ldg_u32,
     ldg_u32x2,
     ldg_u32x4,
     lds_f32,
+    lds_u32x2,
     lds_u32x4,
     ldw_f32,
     shared_base,
     stg_u32x2,
     sts_f32,
+    sts_u32,
     sts_u32x2,
     sts_u32x4,
 )
@@ -71,31 +74,29 @@ from dsuf.kernels.ptx.mma import ldmatrix_x4, ldmatrix_x4_trans, mma_bf16
 from dsuf.kernels.ptx.sync import (
     block_index,
     cluster_address,
-    cluster_arrive,
+    cluster_arrive_relaxed,
     cluster_rank,
     cluster_wait,
-    ld_cluster_f32,
-    ld_cluster_u32x4,
     let_next_kernel_start,
+    shuffle_f32,
     sync_threads,
     sync_warp,
     thread_index,
     wait_for_previous_kernel,
 )
 from dsuf.kernels.quantise import max_over, sum_over
-from dsuf.kernels.rope import phase, rotated
+from dsuf.kernels.rope import phase
 from dsuf.layout import PAGE_TOKENS
 from dsuf.ops.attend import attend
 from dsuf.spec import Spec
 
 CLUSTER = 8  # blocks that share the keys of a row: the portable most
-LEAST_SHARE = 16  # keys of a block that has any
 PAGE_SHIFT = PAGE_TOKENS.bit_length() - 1
 LOG2_E = 1.4426950408889634
 MASKED, LEAST = -3.0e38, -1.0e30
-UNIT = 256.0  # keys stand in shared memory in this unit, so that the factors of their codes are bf16 numbers
-RING_BIAS, PAGE_BIAS = 112, 0x7A807A80  # of the exponent of a ring's scale; 2^118 twice, for a page's scale
 HEAD_LANES = (1, 2, 4, 8)  # sixteen lanes make one head's probabilities
+PART_LANES = (1, 2, 4)  # eight, a block's each, know what the parts of a head weigh
+SMALLEST = 1e-30
 
 
 def heads_of_block(h: int) -> int:
@@ -114,27 +115,12 @@ def most_keys(spec: Spec) -> int:
     return max(128, -(-keys // (16 * CLUSTER)) * 16 * CLUSTER)
 
 
-@inline
-def chunk_address(base: Any, key: Any, chunk: Any, pitch: Any) -> Any:
-    """Shared address of a 16-byte chunk of a key."""
-    return uint32(base + key * pitch + (chunk ^ (((key & 1) << 2) | ((key >> 1) & 3))) * 16)
+def make(*, h: int, d: int, rope: int, most: int, window: int, topk: int) -> Kernel:
+    """h heads of d = 64, 128, 256 or 512 columns, rope the turned tail; most: keys of a row, a multiple of 128.
 
-
-@inline
-def turn(word: Any, c: Any, s: Any) -> Any:
-    """A bf16 pair rotated by a phase."""
-    a, b = rotated(bf16_low(word), bf16_high(word), c, s)
-    return bf16x2(b, a)
-
-
-@inline
-def whole(low: Any, high: Any) -> Any:
-    """An address from its two words."""
-    return int64(low) | int64(high) << 32
-
-
-def make(*, h: int, d: int, rope: int, most: int) -> Kernel:
-    """h heads of d = 64, 128, 256 or 512 columns, rope the turned tail; most: keys of a row, a multiple of 128."""
+    window: places of a row's window at most, the drafted block included; topk: entries of a row at most, and
+    window + topk, each rounded up to eight, is no more than `most` where a row has both.
+    """
     HEADS, SHARE, ROW = heads_of_block(h), most // CLUSTER, window_row_bytes(d)
     SETS, M_TILES = -(-h // HEADS), HEADS // 16
     PARTS = min(8, d // 32)  # of the columns in the products with q
@@ -142,20 +128,26 @@ def make(*, h: int, d: int, rope: int, most: int) -> Kernel:
     THREADS, COLUMNS = WARPS * 32, d // WARPS  # columns of a warp in the products with the values
     GROUPS, PIECES = d // PARTS // 32, d // 16
     AT_ONCE = THREADS // PIECES  # keys that the block dequantises at once
+    PER_WARP = 32 // PIECES  # of them a warp
     PASSES = -(-SHARE // AT_ONCE)
     LINE = SHARE + 8  # words of a line of scores, elements of a line of probabilities: all banks once
     QUADS = -(-SHARE // 64)  # quads of neighbouring keys of a lane when probabilities are made
-    OUT_LINE = d + 8
-    AT_ADDRESS = SHARE * PITCH
-    AT_STATS = AT_ADDRESS + 16 * SHARE
-    AT_FACTOR = AT_STATS + 8 * HEADS
-    AT_P = AT_FACTOR + 4 * HEADS
-    AT_SCORE = AT_P + 2 * HEADS * LINE
-    SHARED = AT_SCORE + 4 * HEADS * max(PARTS * LINE, OUT_LINE)
-    HALF, TAIL, SCALE = rope // 2, d - rope, LOG2_E * UNIT * d**-0.5
     OWN = HEADS // CLUSTER  # heads whose parts a block adds up
-    ITEMS = OWN * d // 4  # of four columns
-    ROUNDS = -(-ITEMS // THREADS)
+    OUT_LINE = 2 * d  # bytes of a head's part
+    RING_PASSES = min(PASSES, -(-window // (CLUSTER * AT_ONCE)))  # the first ones; entries stand at the end
+    PAGE_PASS = (SHARE - -(-topk // CLUSTER)) // AT_ONCE  # the first that may have an entry
+    TURNED, TURNED_LINE = HEADS * rope // 4, 2 * rope + 16  # pairs of pairs of q's tails; bytes of a tail
+    AT_ADDRESS = SHARE * PITCH
+    AT_STATS = AT_ADDRESS + 16 * PASSES * AT_ONCE
+    AT_ALL_STATS = AT_STATS + 8 * HEADS
+    AT_PARTS = AT_ALL_STATS + 8 * HEADS
+    AT_BAR = AT_PARTS + HEADS * OUT_LINE
+    AT_TAIL = AT_BAR + 16
+    AT_P = AT_TAIL + HEADS * TURNED_LINE
+    AT_SCORE = AT_P + 2 * HEADS * LINE
+    SHARED = AT_SCORE + max(4 * HEADS * PARTS * LINE, HEADS * OUT_LINE)
+    HALF, TAIL, SCALE = rope // 2, d - rope, LOG2_E * UNIT * d**-0.5
+    ITEMS = OWN * d // 4  # of four columns of a head, no more than threads
 
     @kernel(
         threads=THREADS, grid=(CLUSTER * SETS * MOST_ROWS,), shared=SHARED, cluster=CLUSTER,
@@ -163,7 +155,7 @@ def make(*, h: int, d: int, rope: int, most: int) -> Kernel:
     )  # fmt: skip
     def attention(
         q: s64, windows: s64, pitch: s64, ring: s32, sequence: s64, position: s64, first: s64, last: s64, selected: s64,
-        topk: s32, chosen: s64, pages: s64, most_pages: s32, page_codes: s64, page_scales: s64, page_bytes: s64,
+        kept: s32, chosen: s64, pages: s64, most_pages: s32, page_codes: s64, page_scales: s64, page_bytes: s64,
         shift: s32, table: s64, sink: s64, out: s64,
     ) -> None:  # fmt: skip
         tid = int32(thread_index())
@@ -175,82 +167,97 @@ def make(*, h: int, d: int, rope: int, most: int) -> Kernel:
         row = int64(block_index() // (CLUSTER * SETS))
         heads = int32(block_index() // CLUSTER % SETS * HEADS)  # the first of this block
         sm = shared_base()
+        bar = uint32(sm + AT_BAR)
+        if tid == 0:
+            mbarrier_init(bar, uint32(1))
+            fence_mbarrier_init()
+            mbarrier_expect(bar, uint32(HEADS * (OUT_LINE + 8)))
+        cluster_arrive_relaxed()
+        # block r has places first + r + 8 i of the window, then entries r + 8 j: known before the row's lengths are
+        split = int32(SHARE - ((kept + CLUSTER - 1) >> 3) if chosen != 0 else SHARE)
+        key = int32(lane // PER_WARP * AT_ONCE + warp * PER_WARP + lane % PER_WARP)  # whose address a lane finds
+        nth = int32((key if key < split else key - split) * CLUSTER + rank)
+        part = int32(warp % PARTS)
+        of_q = q + ((row * h + heads + g) * d + part * GROUPS * 32 + 8 * t) * 2
         wait_for_previous_kernel()
         let_next_kernel_start()
         owner = int64(int32(ldg_u32(sequence + row * 4)))
         place = int32(ldg_u32(position + row * 4))
         start = int32(ldg_u32(first + row * 4))
-        entries = ldg_u32((chosen if chosen != 0 else first) + row * 4)  # one load after the other would wait twice
-        window_keys = int32(int32(ldg_u32(last + row * 4)) + 1 - start)
-        n = int32(window_keys + (int32(entries) if chosen != 0 else 0))
-        part = int32(warp % PARTS)
-        share = int32(max(((n + CLUSTER - 1) // CLUSTER + 7) // 8 * 8, LEAST_SHARE))
-        base = int32(rank * share)
-        mine = int32(max(min(n - base, share), 0))
-        mine = int32(mine if owner >= 0 else 0)
-        from_ring = int32(max(min(window_keys - base, mine), 0))
-        padded = int32((mine + 15) // 16 * 16)
-        for i in range(tid, mine, THREADS):
-            code = windows + owner * pitch + int64((start + base + i) % ring) * ROW
-            scale = code + d
-            if i >= from_ring:
-                entry = int32(ldg_u32(selected + (row * topk + base + i - window_keys) * 4))
-                page = int32(entry >> (PAGE_SHIFT - shift))
-                slot = int64(entry - (page << (PAGE_SHIFT - shift)))
-                where = int64(ldg_u32(pages + (owner * most_pages + page) * 4)) * page_bytes
-                code = page_codes + where + slot * (d // 2)
-                scale = page_scales + where + slot * (d // 16)
-            words = (uint32(code), uint32(code >> 32), uint32(scale), uint32(scale >> 32))
-            sts_u32x4(uint32(sm + AT_ADDRESS + 16 * i), words)
-        sync_threads()
-        # all loads of keys are asked for, then dequantised: a thread has 16 columns of every AT_ONCE-th key
-        piece = int32(tid % PIECES)
-        code4 = regs(4 * PASSES, uint32(0))
-        factor = regs(PASSES, uint32(0))
-        for i in unroll(PASSES):
-            key = int32(tid // PIECES + i * AT_ONCE)
-            if key < mine:
-                w = regs(4)
-                w = lds_u32x4(uint32(sm + AT_ADDRESS + 16 * key))
-                code = whole(w[0], w[1])
-                scale = whole(w[2], w[3])
-                if key < from_ring:
-                    code4[4 * i : 4 * i + 4] = ldg_u32x4(code + piece * 16)
-                    factor[i] = ldg_u8(scale + (piece >> 1))
-                else:
-                    code4[4 * i : 4 * i + 2] = ldg_u32x2(code + piece * 8)
-                    factor[i] = ldg_u8(scale + piece)
+        end = int32(ldg_u32(last + row * 4))
+        count = uint32(0)
+        entry = uint32(0)
+        if chosen != 0:
+            count = ldg_u32(chosen + row * 4)
+            entry = ldg_u32(selected + (row * kept + min(nth, kept - 1)) * 4)
+        # four columns of a head's tail a thread, turned for whichever warps multiply them
+        tail = regs(2, uint32(0))
+        of_tail = int32(min(tid, TURNED - 1))
+        tail_head = int32(of_tail // (rope // 4))
+        tail_at = int32(of_tail % (rope // 4) * 4)
+        tail[0:2] = ldg_u32x2(q + ((row * h + min(heads + tail_head, h - 1)) * d + TAIL + tail_at) * 2)
         # q of this warp's columns: (group, rows g and g + 8 of a product tile) -> four words
         a = regs(8 * GROUPS * M_TILES)
-        of_q = q + ((row * h + heads + g) * d + part * GROUPS * 32 + 8 * t) * 2
         for k in unroll(GROUPS):
             for m in unroll(2 * M_TILES):
                 skipped = 0 if h % HEADS == 0 else max(heads + 8 * m + g - (h - 1), 0)  # no row beyond the last head
                 word = ldg_u32x4(of_q + (8 * m * d + 32 * k) * 2 - int64(skipped) * (2 * d))
                 a[8 * M_TILES * k + 4 * m : 8 * M_TILES * k + 4 * m + 4] = word
-        if owner >= 0:
-            for k in unroll(GROUPS):
-                column = int32((part * GROUPS + k) * 32 + 8 * t)
-                if column >= TAIL:
-                    for j in unroll(4):
-                        c, s = phase(table, place, int32((column - TAIL) // 2 + j), HALF)
-                        for m in unroll(2 * M_TILES):
-                            a[4 * (2 * M_TILES * k + m) + j] = turn(a[4 * (2 * M_TILES * k + m) + j], c, s)
+        in_window = int32(end + 1 - start)
+        from_ring = int32(max((in_window - rank + CLUSTER - 1) >> 3, 0) if owner >= 0 else 0)
+        mine = int32(from_ring + (max((int32(count) - rank + CLUSTER - 1) >> 3, 0) if owner >= 0 else 0))
+        padded = int32((mine + 15) & -16)
+        if lane < PER_WARP * PASSES:
+            code = int64(0)
+            scale = int64(0)
+            if key < split and key < from_ring:
+                code = windows + owner * pitch + int64(uint32(start + nth) % uint32(ring)) * ROW
+                scale = code + d
+            if key >= split and key - split < mine - from_ring:
+                page = int64(entry >> uint32(PAGE_SHIFT - shift))
+                slot = int64(entry & uint32((PAGE_TOKENS >> shift) - 1))
+                where = int64(ldg_u32(pages + (owner * most_pages + page) * 4)) * page_bytes
+                code = page_codes + where + slot * (d // 2)
+                scale = page_scales + where + slot * (d // 16)
+            words = (uint32(code), uint32(code >> 32), uint32(scale), uint32(scale >> 32))
+            sts_u32x4(uint32(sm + AT_ADDRESS + 16 * key), words)
+        sync_warp()
+        # all loads of keys are asked for, then dequantised: a thread has 16 columns of every AT_ONCE-th key
+        piece = int32(tid % PIECES)
+        code4 = regs(4 * PASSES, uint32(0))
+        factor = regs(PASSES, uint32(0))
+        alive = regs(PASSES)
         for i in unroll(PASSES):
-            key = int32(tid // PIECES + i * AT_ONCE)
-            if key < padded:
+            at = int32(tid // PIECES + i * AT_ONCE)
+            ask_key(
+                code4, factor, alive, i, uint32(sm + AT_ADDRESS + 16 * at), at < split, piece, RING_PASSES, PAGE_PASS
+            )
+        cluster_wait()  # since long: all blocks run
+        if owner >= 0 and tid < TURNED:
+            for j in unroll(2):
+                c, s = phase(table, place, int32(tail_at // 2 + j), HALF)
+                tail[j] = turn(tail[j], c, s)
+        if tid < TURNED:
+            sts_u32x2(uint32(sm + AT_TAIL + tail_head * TURNED_LINE + tail_at * 2), (tail[0], tail[1]))
+        for i in unroll(PASSES):
+            at = int32(tid // PIECES + i * AT_ONCE)
+            if alive[i] != 0:
                 v = regs(8, uint32(0))
-                if key < from_ring:
-                    both = uint32(factor[i] + RING_BIAS << 7 | factor[i] + RING_BIAS << 23)
-                    for j in unroll(4):
-                        v[2 * j : 2 * j + 2] = e4m3x4_bf16_scaled(code4[4 * i + j], both)
-                else:
-                    both = mul_bf16x2(prmt(e4m3x4_bf16(factor[i])[0], uint32(0), uint32(0x1010)), uint32(PAGE_BIAS))
-                    v[0:4] = fp4x8_bf16_scaled(code4[4 * i], both)
-                    v[4:8] = fp4x8_bf16_scaled(code4[4 * i + 1], both)
-                sts_u32x4(chunk_address(sm, key, int32(2 * piece), PITCH), v[0:4])
-                sts_u32x4(chunk_address(sm, key, int32(2 * piece + 1), PITCH), v[4:8])
+                expand_key(v, code4, factor, i, at < split, RING_PASSES, PAGE_PASS)
+                at = int32(at if at < split else at - split + from_ring)
+                sts_u32x4(chunk_address(sm, at, int32(2 * piece), PITCH), v[0:4])
+                sts_u32x4(chunk_address(sm, at, int32(2 * piece + 1), PITCH), v[4:8])
+        if mine + tid // PIECES < padded:  # at most fifteen
+            for j in unroll(2):
+                to = chunk_address(sm, int32(mine + tid // PIECES), int32(2 * piece + j), PITCH)
+                sts_u32x4(to, (uint32(0), uint32(0), uint32(0), uint32(0)))
         sync_threads()
+        for k in unroll(GROUPS):
+            column = int32((part * GROUPS + k) * 32 + 8 * t)
+            if column >= TAIL:
+                for m in unroll(2 * M_TILES):
+                    word = lds_u32x4(uint32(sm + AT_TAIL + (8 * m + g) * TURNED_LINE + (column - TAIL) * 2))
+                    a[8 * M_TILES * k + 4 * m : 8 * M_TILES * k + 4 * m + 4] = word
         # scores: this warp's columns of all heads, 16 keys at a time
         for first_key in range(16 * (warp // PARTS), padded, 32):
             acc = regs(2 * M_TILES, (0.0, 0.0, 0.0, 0.0))
@@ -299,9 +306,12 @@ def make(*, h: int, d: int, rope: int, most: int) -> Kernel:
             sync_warp()
             weight = sum_over(weight, HEAD_LANES)
             if lane & 15 == 0:
-                sts_u32x2(uint32(sm + AT_STATS + 8 * one), (as_bits(top), as_bits(weight)))
+                owner_rank = uint32(one // OWN)
+                sts_f32(uint32(sm + AT_STATS + 8 * one), weight)
+                to = uint32(sm + AT_ALL_STATS + 8 * (rank * OWN + one % OWN))
+                both_bits = (as_bits(top), as_bits(weight))
+                push_u32x2(cluster_address(to, owner_rank), both_bits, cluster_address(bar, owner_rank))
         sync_threads()
-        cluster_arrive()
         # this warp's columns of the sum
         o = regs(COLUMNS // 8 * M_TILES, (0.0, 0.0, 0.0, 0.0))
         for first_key in range(0, padded, 16):
@@ -319,69 +329,60 @@ def make(*, h: int, d: int, rope: int, most: int) -> Kernel:
                     o[COLUMNS // 8 * m + 2 * c + 1] = mma_bf16(
                         p[4 * m : 4 * m + 4], (b[2], b[3]), o[COLUMNS // 8 * m + 2 * c + 1]
                     )
-        cluster_wait()
-        # what turns this block's part of a head's sum into a part of the result
-        if tid < HEADS:
-            logit = ldw_f32(sink + int64(min(heads + tid, h - 1)) * 4) * LOG2_E
-            stats = uint32(sm + AT_STATS + 8 * tid)
-            tops = regs(CLUSTER, LEAST)
-            weights = regs(CLUSTER, 0.0)
-            top = LEAST
-            for r in unroll(CLUSTER):
-                if r * share < n:
-                    tops[r] = ld_cluster_f32(cluster_address(stats, uint32(r)))
-                    weights[r] = ld_cluster_f32(cluster_address(uint32(stats + 4), uint32(r)))
-            for r in unroll(CLUSTER):
-                top = fmax(top, tops[r])
-            total = exp2_approx(logit - top)
-            for r in unroll(CLUSTER):
-                total = fma(weights[r], exp2_approx(tops[r] - top), total)
-            own = exp2_approx(lds_f32(stats) - top)
-            sts_f32(uint32(sm + AT_FACTOR + 4 * tid), div(own * UNIT, total))
-        sync_threads()
+        # a part is a mean of this block's keys, f16: eleven bits of each, where the result keeps eight
         for m in unroll(M_TILES):
-            f0 = lds_f32(uint32(sm + AT_FACTOR + 4 * (16 * m + g)))
-            f1 = lds_f32(uint32(sm + AT_FACTOR + 4 * (16 * m + g + 8)))
+            f0 = UNIT * rcp_approx(fmax(lds_f32(uint32(sm + AT_STATS + 8 * (16 * m + g))), SMALLEST))
+            f1 = UNIT * rcp_approx(fmax(lds_f32(uint32(sm + AT_STATS + 8 * (16 * m + g + 8))), SMALLEST))
             for c in unroll(COLUMNS // 8):
                 four = o[COLUMNS // 8 * m + c]
-                line = (16 * m + g) * OUT_LINE + warp * COLUMNS + 8 * c + 2 * t
-                to = uint32(sm + AT_SCORE + line * 4)
-                sts_u32x2(to, (as_bits(four[0] * f0), as_bits(four[1] * f0)))
-                sts_u32x2(uint32(to + 32 * OUT_LINE), (as_bits(four[2] * f1), as_bits(four[3] * f1)))
-        cluster_arrive()
-        # four columns of a head a thread: their phases are on their way while the cluster meets
-        cos = regs(2 * ROUNDS, 1.0)
-        sin = regs(2 * ROUNDS, 0.0)
-        for i in unroll(ROUNDS):
-            column = int32((tid + i * THREADS) % (d // 4) * 4)
-            if owner >= 0 and column >= TAIL:
-                for j in unroll(2):
-                    cos[2 * i + j], sin[2 * i + j] = phase(table, place, int32((column - TAIL) // 2 + j), HALF)
-        cluster_wait()
-        for i in unroll(ROUNDS):
-            item = int32(tid + i * THREADS)
-            one = int32(rank * OWN + item // (d // 4))
-            column = int32(item % (d // 4) * 4)
-            if owner >= 0 and item < ITEMS and heads + one < h:
-                parts = uint32(sm + AT_SCORE + (one * OUT_LINE + column) * 4)
-                sums = regs(4 * CLUSTER, uint32(0))
-                for r in unroll(CLUSTER):
-                    if r * share < n:
-                        sums[4 * r : 4 * r + 4] = ld_cluster_u32x4(cluster_address(parts, uint32(r)))
-                v = regs(4, 0.0)
-                for r in unroll(CLUSTER):
-                    for j in unroll(4):
-                        v[j] = v[j] + as_float(sums[4 * r + j])
-                word = regs(2)
-                for j in unroll(2):
-                    word[j] = bf16x2(v[2 * j + 1], v[2 * j])
-                    if column >= TAIL:
-                        word[j] = turn(word[j], cos[2 * i + j], -sin[2 * i + j])
-                    word[j] = f16x2(bf16_high(word[j]), bf16_low(word[j]))
-                stg_u32x2(out + ((row * h + heads + one) * d + column) * 2, word)
+                to = part_address(sm + AT_SCORE, int32(16 * m + g), int32(warp * COLUMNS + 8 * c + 2 * t), OUT_LINE)
+                sts_u32(to, f16x2(four[1] * f0, four[0] * f0))
+                sts_u32(uint32(to + 8 * OUT_LINE), f16x2(four[3] * f1, four[2] * f1))
+        fence_async()
+        sync_threads()
+        for i in unroll(-(-CLUSTER // WARPS)):
+            to_rank = int32(warp + i * WARPS)
+            if lane == 0 and to_rank < CLUSTER:
+                to = cluster_address(uint32(sm + AT_PARTS + rank * (OWN * OUT_LINE)), uint32(to_rank))
+                source = uint32(sm + AT_SCORE + to_rank * (OWN * OUT_LINE))
+                bulk_push(to, source, uint32(OWN * OUT_LINE), cluster_address(bar, uint32(to_rank)))
+        sync_warp()
+        # four columns of a head a thread: their phases are on their way while parts are
+        item = int32(min(tid, ITEMS - 1))
+        one = int32(item // (d // 4))
+        column = int32(item % (d // 4) * 4)
+        head = int32(heads + rank * OWN + one)
+        logit = ldw_f32(sink + int64(min(head, h - 1)) * 4) * LOG2_E
+        cos = regs(2, 1.0)
+        sin = regs(2, 0.0)
+        if owner >= 0 and column >= TAIL:
+            for j in unroll(2):
+                cos[j], sin[j] = phase(table, place, int32((column - TAIL) // 2 + j), HALF)
+        mbarrier_wait(bar, uint32(0))
+        cluster_arrive_relaxed()  # what this block was sent has arrived
+        # lane r of eight: what a part of block r weighs in the sum of this head
+        stats = lds_u32x2(uint32(sm + AT_ALL_STATS + 8 * ((lane & 7) * OWN + one)))
+        top = max_over(as_float(stats[0]), PART_LANES)
+        amount = as_float(stats[1]) * exp2_approx(as_float(stats[0]) - top)
+        amount = amount * rcp_approx(sum_over(amount, PART_LANES) + exp2_approx(logit - top))
+        v = regs(4, 0.0)
+        landed = part_address(sm + AT_PARTS - rank * OWN * OUT_LINE, int32(rank * OWN + one), column, OUT_LINE)
+        for r in unroll(CLUSTER):
+            f = shuffle_f32(amount, uint32((lane & 24) + r))
+            held = lds_u32x2(uint32(landed + r * (OWN * OUT_LINE)))
+            for j in unroll(2):
+                v[2 * j] = fma(f16_low(held[j]), f, v[2 * j])
+                v[2 * j + 1] = fma(f16_high(held[j]), f, v[2 * j + 1])
+        if owner >= 0 and tid < ITEMS and head < h:
+            word = regs(2)
+            for j in unroll(2):
+                word[j] = bf16x2(v[2 * j + 1], v[2 * j])
+                if column >= TAIL:
+                    word[j] = turn(word[j], cos[j], -sin[j])
+                word[j] = f16x2(bf16_high(word[j]), bf16_low(word[j]))
+            stg_u32x2(out + ((row * h + head) * d + column) * 2, word)
         sync_warp()  # the cluster barrier wants whole warps
-        cluster_arrive()
-        cluster_wait()
+        cluster_wait()  # what it sent has been read
 
     return attention
 
@@ -390,8 +391,9 @@ def entries(width: Width) -> list[Entry]:
     """One kernel for every layer and the drafter, and one for the heads of a rank."""
     spec, found = width.spec, []
     d, window, topk = spec.head_dim, spec.sliding_window, spec.index_topk
+    sizes = {"most": most_keys(spec), "window": window + spec.dspark_block_size, "topk": topk}
     for ending, h in width.heads.items():
-        shape = {"h": h, "d": d, "rope": spec.qk_rope_head_dim, "most": most_keys(spec)}
+        shape = {"h": h, "d": d, "rope": spec.qk_rope_head_dim, **sizes}
         nbytes = MOST_ROWS * (window * (d + d // 32) + topk * (d // 2 + d // 16) + 4 * h * d)
         operations = 4 * MOST_ROWS * h * d * (window + topk)
         found.append(Entry(f"attend/{width.label}{ending}", make, shape, width.chips, attend, nbytes, operations))

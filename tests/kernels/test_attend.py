@@ -33,6 +33,7 @@ class Case:
 
     def __init__(self, rng: np.random.Generator, width: str, ratio: int, positions: list[int], inactive: int = -1):
         self.h, self.d, self.rope, self.window, topk = WIDTHS[width]
+        self.width = width
         self.topk, self.ratio, self.ring = topk if ratio else 0, ratio, self.window + 24
         rows, d = len(positions), self.d
         self.position = np.array(positions, np.int32)
@@ -63,7 +64,8 @@ class Case:
         page = np.concatenate([a.reshape(len(a), -1) for a in (self.codes, self.scales)], axis=1)
         pages = np.ascontiguousarray(page)
         most = -(-(self.window + 5 + self.topk) // 128) * 128
-        kernel = family.make(h=self.h, d=self.d, rope=self.rope, most=most)
+        topk = WIDTHS[self.width][4]
+        kernel = family.make(h=self.h, d=self.d, rope=self.rope, most=most, window=self.window + 5, topk=topk)
         sparse = self.ratio > 0
         args = [self.q, self.windows, self.windows[0].nbytes, self.ring, self.sequence, self.position, self.first,
                 self.last, self.selected if sparse else 0, self.selected.shape[1], self.chosen if sparse else 0,
