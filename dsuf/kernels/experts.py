@@ -167,7 +167,7 @@ def make_gate_up(*, d: int, i: int, chip: str, warps: int, team: int, stages: in
             row = int64(base + (g if g < count else 0))
             if not is_shared:
                 count = int32(lds_u32(uint32(record + 4)))
-                row = int64(int32(lds_u32(uint32(record + 8 + (g if g < count else 0) * 4))) // k)
+                row = int64(lds_u32(uint32(record + 8 + (g if g < count else 0) * 4)) // uint32(k))
             acc = regs(SHAPE.tiles, (0.0, 0.0, 0.0, 0.0))
             multiply(acc, state, SHAPE, stages, is_shared, expand, x + (row * (2 * d) + t * 16), ring, bar, w, shared,
                      records, lane, policy)  # fmt: skip
