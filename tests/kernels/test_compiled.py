@@ -27,6 +27,7 @@ DENSE = ("dense.fp8", "dense.bf16", "grouped.gate_up", "grouped.down")  # produc
 CHUNKS = ("chunk.attend", "chunk.scores")
 FP4 = ("experts.",)
 BULK = ("project.", "experts.")  # weights that arrive by asynchronous copies
+LEAN = (*BULK, "attend/", "seam/")  # most of a decode step
 
 
 @pytest.fixture(scope="module")
@@ -100,3 +101,9 @@ def test_decode_weights_arrive_by_bulk_copies_and_feed_the_tensor_cores(built, t
         found = instructions(one, tmp_path)
         assert any(name.startswith("UBLKCP") for name in found), one.name
         assert any(name.startswith("HMMA") for name in found), one.name
+
+
+def test_a_decode_step_divides_32_bits_and_waits_for_no_stores(built, tmp_path: Path):
+    for one in with_prefix(built, LEAN, ("sm_90a",)):
+        slow = [name for name in instructions(one, tmp_path) if name.startswith("CALL") or name.endswith("GPU")]
+        assert not slow, (one.name, slow)
