@@ -22,8 +22,8 @@ streams and parts (8 + 8 + 2 slots) D a row.
 
 A cluster of blocks shares a row, each block D / blocks columns, a thread two columns of all four streams. The 24 rows
 of fn are what takes time, 250 KB a block if one cluster reads them all: four clusters of a row each repeat the fold and
-read their share of fn, before the wait, into registers; the first alone writes what does not depend on fn. Beyond eight
-rows a cluster takes every eighth, over the same registers.
+read their share of fn, before the wait, into registers; the first alone writes what does not depend on fn. A cluster
+takes several of more than three rows, over the same registers, and asks for the next while it sums one.
 
     hand-off                        who writes          who waits        reused
     coefficients                    warp 0              the block        never
@@ -88,7 +88,7 @@ from dsuf.ops.mixes import mixes
 
 STREAMS, ROWS_OF_FN, SUMS = 4, 24, 26
 FOLDED, FIRST = -1, -2  # `slots` where nothing is unfolded
-SPLITS, ROWS_AT_ONCE = 4, 8  # clusters of a row; rows whose blocks run beside each other
+SPLITS, ROWS_AT_ONCE, ROWS_ALONE = 4, 8, 3  # clusters of a row; rows that run beside each other, with one a cluster
 MOST_ROWS, MOST_SLOTS = 48, 8  # of a launch; routed experts of a row
 LOG2_E = 1.4426950408889634
 WARP, GROUP_PAIRS = (1, 2, 4, 8, 16), (1, 2, 4, 8)  # lanes of a warp; lanes of one quantisation group
@@ -148,6 +148,20 @@ def coefficients(to: Any, sums: Any, scale: Any, base: Any, width: Any, rounds: 
 
 
 @inline
+def ask_row(
+    held: Any, row: Any, slots: Any, streams: Any, last: Any, parts: Any, column: Any, d: Any, most_slots: Any
+) -> None:  # fmt: skip
+    """Two columns of a row's four streams, of `last` and of its parts, all asked for at once."""
+    for j in unroll(4):
+        held[j] = ldg_u32(streams + ((row * STREAMS + j) * d + column) * 2)
+    if slots >= 0:
+        held[4] = ldg_u32(last + (row * d + column) * 2)
+    if slots > 0:
+        for j in unroll(most_slots):  # a slot too many reads the last one again
+            held[5 + j] = ldg_u32(parts + ((row * slots + min(j, slots - 1)) * d + column) * 2)
+
+
+@inline
 def scatter_sum(v: Any, n: Any, lane: Any) -> None:
     """v[0] = the warp's sum of value lane / (32 / n), of n values a lane, a power of two: half of them a step."""
     for step in unroll(5):
@@ -176,8 +190,8 @@ def sum_of_parts(at: Any, count: Any, lane: Any) -> Any:
 
 
 def grid(d: int, rows: int) -> int:
-    """Blocks of a launch."""
-    return cluster_of(d) * SPLITS * min(rows, ROWS_AT_ONCE)
+    """Blocks of a launch: where each row had a cluster, fn would come from L2 for every one, 2 MB."""
+    return cluster_of(d) * SPLITS * min(max(rows // 2, min(rows, ROWS_ALONE)), ROWS_AT_ONCE)
 
 
 def cluster_of(d: int) -> int:
@@ -241,6 +255,9 @@ def make(*, d: int, cluster: int, splits: int, most_slots: int, rounds: int, hc_
         of_row = uint32(shared)
         wait_for_previous_kernel()
         let_next_kernel_start()
+        held = regs(5 + most_slots, uint32(0))
+        if tid < PAIRS and first < rows:
+            ask_row(held, int64(first), slots, streams, last, parts, column, d, most_slots)
         for index in range(first, rows, step):
             row = int64(index)
             squares = uint32(shared + AT_SQUARE + turn * (4 * PARTS))
@@ -250,28 +267,22 @@ def make(*, d: int, cluster: int, splits: int, most_slots: int, rounds: int, hc_
                 mbarrier_expect(bar, uint32(4 * PARTS))
                 if rank == 0:
                     mbarrier_expect(uint32(bar + 8), uint32(4 * TOTALS * PARTS))
-            at = streams + (row * FLAT + column) * 2
             low = regs(4, 0.0)
             high = regs(4, 0.0)
             u0 = 0.0
             u1 = 0.0
             if tid < PAIRS:
                 for j in unroll(4):
-                    pair = ldg_u32(at + j * (2 * d))
-                    low[j] = bf16_low(pair)
-                    high[j] = bf16_high(pair)
+                    low[j] = bf16_low(held[j])
+                    high[j] = bf16_high(held[j])
                 if slots >= 0:
-                    pair = ldg_u32(last + (row * d + column) * 2)
+                    pair = held[4]
                     if slots > 0:
-                        # all loads are asked for at once: a slot too many reads the last one again
-                        held = regs(most_slots)
-                        for j in unroll(most_slots):
-                            held[j] = ldg_u32(parts + ((row * slots + min(j, slots - 1)) * d + column) * 2)
                         o0 = 0.0
                         o1 = 0.0
                         for j in unroll(most_slots):
-                            o0 = o0 + (bf16_low(held[j]) if j < slots else 0.0)
-                            o1 = o1 + (bf16_high(held[j]) if j < slots else 0.0)
+                            o0 = o0 + (bf16_low(held[5 + j]) if j < slots else 0.0)
+                            o1 = o1 + (bf16_high(held[5 + j]) if j < slots else 0.0)
                         pair = bf16x2(o1 + bf16_high(pair), o0 + bf16_low(pair))
                     o0 = bf16_low(pair)
                     o1 = bf16_high(pair)
@@ -328,6 +339,10 @@ def make(*, d: int, cluster: int, splits: int, most_slots: int, rounds: int, hc_
                 own = uint32(landed + (which * PARTS + rank * WARPS + warp) * 4)
                 first_bar = cluster_address(uint32(bar + 8), uint32(0))
                 push_u32(cluster_address(own, uint32(0)), as_bits(totals[0]), first_bar)
+            for j in unroll(5 + most_slots):
+                held[j] = uint32(0)  # so that they hold no registers before
+            if tid < PAIRS and index + step < rows:  # the next row comes while this one is summed and quantised
+                ask_row(held, row + step, slots, streams, last, parts, column, d, most_slots)
             mbarrier_wait(bar, uint32(phase))
             inverse = rsqrt_approx(sum_of_parts(squares, PARTS, lane) * (1.0 / d) + eps)
             if tid < PAIRS:
