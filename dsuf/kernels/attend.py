@@ -93,10 +93,9 @@ from dsuf.spec import Spec
 CLUSTER = 8  # blocks that share the keys of a row: the portable most
 PAGE_SHIFT = PAGE_TOKENS.bit_length() - 1
 LOG2_E = 1.4426950408889634
-MASKED, LEAST = -3.0e38, -1.0e30
+MASKED, LEAST, SMALLEST = -3.0e38, -1.0e30, 1.0e-30
 HEAD_LANES = (1, 2, 4, 8)  # sixteen lanes make one head's probabilities
 PART_LANES = (1, 2, 4)  # eight, a block's each, know what the parts of a head weigh
-SMALLEST = 1e-30
 
 
 def heads_of_block(h: int) -> int:
@@ -133,17 +132,15 @@ def make(*, h: int, d: int, rope: int, most: int, window: int, topk: int) -> Ker
     LINE = SHARE + 8  # words of a line of scores, elements of a line of probabilities: all banks once
     QUADS = -(-SHARE // 64)  # quads of neighbouring keys of a lane when probabilities are made
     OWN = HEADS // CLUSTER  # heads whose parts a block adds up
-    OUT_LINE = 2 * d  # bytes of a head's part
+    OUT_LINE, OWN_BYTES = 2 * d, OWN * 2 * d  # bytes of a head's part; of those of a block's heads
     RING_PASSES = min(PASSES, -(-window // (CLUSTER * AT_ONCE)))  # the first ones; entries stand at the end
     PAGE_PASS = (SHARE - -(-topk // CLUSTER)) // AT_ONCE  # the first that may have an entry
     TURNED, TURNED_LINE = HEADS * rope // 4, 2 * rope + 16  # pairs of pairs of q's tails; bytes of a tail
     AT_ADDRESS = SHARE * PITCH
     AT_STATS = AT_ADDRESS + 16 * PASSES * AT_ONCE
-    AT_ALL_STATS = AT_STATS + 8 * HEADS
-    AT_PARTS = AT_ALL_STATS + 8 * HEADS
+    AT_ALL_STATS, AT_PARTS = AT_STATS + 8 * HEADS, AT_STATS + 16 * HEADS
     AT_BAR = AT_PARTS + HEADS * OUT_LINE
-    AT_TAIL = AT_BAR + 16
-    AT_P = AT_TAIL + HEADS * TURNED_LINE
+    AT_TAIL, AT_P = AT_BAR + 16, AT_BAR + 16 + HEADS * TURNED_LINE
     AT_SCORE = AT_P + 2 * HEADS * LINE
     SHARED = AT_SCORE + max(4 * HEADS * PARTS * LINE, HEADS * OUT_LINE)
     HALF, TAIL, SCALE = rope // 2, d - rope, LOG2_E * UNIT * d**-0.5
@@ -172,6 +169,7 @@ def make(*, h: int, d: int, rope: int, most: int, window: int, topk: int) -> Ker
             mbarrier_init(bar, uint32(1))
             fence_mbarrier_init()
             mbarrier_expect(bar, uint32(HEADS * (OUT_LINE + 8)))
+        sync_warp()  # barriers of the cluster want whole warps
         cluster_arrive_relaxed()
         # block r has places first + r + 8 i of the window, then entries r + 8 j: known before the row's lengths are
         split = int32(SHARE - ((kept + CLUSTER - 1) >> 3) if chosen != 0 else SHARE)
@@ -232,7 +230,8 @@ def make(*, h: int, d: int, rope: int, most: int, window: int, topk: int) -> Ker
             ask_key(
                 code4, factor, alive, i, uint32(sm + AT_ADDRESS + 16 * at), at < split, piece, RING_PASSES, PAGE_PASS
             )
-        cluster_wait()  # since long: all blocks run
+        sync_warp()
+        cluster_wait()  # all blocks run, since long
         if owner >= 0 and tid < TURNED:
             for j in unroll(2):
                 c, s = phase(table, place, int32(tail_at // 2 + j), HALF)
@@ -331,8 +330,9 @@ def make(*, h: int, d: int, rope: int, most: int, window: int, topk: int) -> Ker
                     )
         # a part is a mean of this block's keys, f16: eleven bits of each, where the result keeps eight
         for m in unroll(M_TILES):
-            f0 = UNIT * rcp_approx(fmax(lds_f32(uint32(sm + AT_STATS + 8 * (16 * m + g))), SMALLEST))
-            f1 = UNIT * rcp_approx(fmax(lds_f32(uint32(sm + AT_STATS + 8 * (16 * m + g + 8))), SMALLEST))
+            sums = uint32(sm + AT_STATS + 8 * (16 * m + g))
+            f0 = UNIT * rcp_approx(fmax(lds_f32(sums), SMALLEST))
+            f1 = UNIT * rcp_approx(fmax(lds_f32(uint32(sums + 64)), SMALLEST))
             for c in unroll(COLUMNS // 8):
                 four = o[COLUMNS // 8 * m + c]
                 to = part_address(sm + AT_SCORE, int32(16 * m + g), int32(warp * COLUMNS + 8 * c + 2 * t), OUT_LINE)
@@ -343,14 +343,13 @@ def make(*, h: int, d: int, rope: int, most: int, window: int, topk: int) -> Ker
         for i in unroll(-(-CLUSTER // WARPS)):
             to_rank = int32(warp + i * WARPS)
             if lane == 0 and to_rank < CLUSTER:
-                to = cluster_address(uint32(sm + AT_PARTS + rank * (OWN * OUT_LINE)), uint32(to_rank))
-                source = uint32(sm + AT_SCORE + to_rank * (OWN * OUT_LINE))
-                bulk_push(to, source, uint32(OWN * OUT_LINE), cluster_address(bar, uint32(to_rank)))
+                to = cluster_address(uint32(sm + AT_PARTS + rank * OWN_BYTES), uint32(to_rank))
+                source = uint32(sm + AT_SCORE + to_rank * OWN_BYTES)
+                bulk_push(to, source, uint32(OWN_BYTES), cluster_address(bar, uint32(to_rank)))
         sync_warp()
         # four columns of a head a thread: their phases are on their way while parts are
-        item = int32(min(tid, ITEMS - 1))
-        one = int32(item // (d // 4))
-        column = int32(item % (d // 4) * 4)
+        one = int32(min(tid, ITEMS - 1) // (d // 4))
+        column = int32(min(tid, ITEMS - 1) % (d // 4) * 4)
         head = int32(heads + rank * OWN + one)
         logit = ldw_f32(sink + int64(min(head, h - 1)) * 4) * LOG2_E
         cos = regs(2, 1.0)
@@ -359,6 +358,7 @@ def make(*, h: int, d: int, rope: int, most: int, window: int, topk: int) -> Ker
             for j in unroll(2):
                 cos[j], sin[j] = phase(table, place, int32((column - TAIL) // 2 + j), HALF)
         mbarrier_wait(bar, uint32(0))
+        sync_warp()
         cluster_arrive_relaxed()  # what this block was sent has arrived
         # lane r of eight: what a part of block r weighs in the sum of this head
         stats = lds_u32x2(uint32(sm + AT_ALL_STATS + 8 * ((lane & 7) * OWN + one)))
@@ -366,10 +366,10 @@ def make(*, h: int, d: int, rope: int, most: int, window: int, topk: int) -> Ker
         amount = as_float(stats[1]) * exp2_approx(as_float(stats[0]) - top)
         amount = amount * rcp_approx(sum_over(amount, PART_LANES) + exp2_approx(logit - top))
         v = regs(4, 0.0)
-        landed = part_address(sm + AT_PARTS - rank * OWN * OUT_LINE, int32(rank * OWN + one), column, OUT_LINE)
+        landed = part_address(sm + AT_PARTS - rank * OWN_BYTES, int32(rank * OWN + one), column, OUT_LINE)
         for r in unroll(CLUSTER):
             f = shuffle_f32(amount, uint32((lane & 24) + r))
-            held = lds_u32x2(uint32(landed + r * (OWN * OUT_LINE)))
+            held = lds_u32x2(uint32(landed + r * OWN_BYTES))
             for j in unroll(2):
                 v[2 * j] = fma(f16_low(held[j]), f, v[2 * j])
                 v[2 * j + 1] = fma(f16_high(held[j]), f, v[2 * j + 1])
@@ -381,7 +381,7 @@ def make(*, h: int, d: int, rope: int, most: int, window: int, topk: int) -> Ker
                     word[j] = turn(word[j], cos[j], -sin[j])
                 word[j] = f16x2(bf16_high(word[j]), bf16_low(word[j]))
             stg_u32x2(out + ((row * h + head) * d + column) * 2, word)
-        sync_warp()  # the cluster barrier wants whole warps
+        sync_warp()
         cluster_wait()  # what it sent has been read
 
     return attention
@@ -395,6 +395,6 @@ def entries(width: Width) -> list[Entry]:
     for ending, h in width.heads.items():
         shape = {"h": h, "d": d, "rope": spec.qk_rope_head_dim, **sizes}
         nbytes = MOST_ROWS * (window * (d + d // 32) + topk * (d // 2 + d // 16) + 4 * h * d)
-        operations = 4 * MOST_ROWS * h * d * (window + topk)
-        found.append(Entry(f"attend/{width.label}{ending}", make, shape, width.chips, attend, nbytes, operations))
+        work = nbytes, 4 * MOST_ROWS * h * d * (window + topk)
+        found.append(Entry(f"attend/{width.label}{ending}", make, shape, width.chips, attend, *work))
     return found
