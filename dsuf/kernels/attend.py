@@ -10,13 +10,13 @@ address): window only. The drafter's block sees its own five latents: they stand
 with first and last the same for its five rows. Reference: dsuf.ops.attend.attend. Bytes: 528 a window key, 288 a
 selected one, a row; latency decides.
 
-A cluster of 8 blocks shares a row and up to 32 heads: block r takes every eighth key of window and entries, from the
-r-th on, so that a place of a list can be read before its length is known. It expands its keys (attend_keys.py), makes
+A cluster of 8 blocks shares a row and up to 32 heads: block r gets sixteen of every 128 keys of the window, and of the
+entries, so that a place of a list can be read before its length is known. It expands them (attend_keys.py), makes
 scores, probabilities relative to its own largest score (rounded to bf16 as the official kernel rounds them), and the
 mean of its keys. That goes as f16 to the block that adds up the head, in one copy a block; largest score and sum of
-weights went before. A release at cluster scope waits for all of a thread's stores (MEMBAR.GPU); copies that count at an
-mbarrier do not. Parts are added in the order of ranks, and shares depend on the row's own keys only. In the products
-with q a warp owns d / 8 columns and every other 16 keys, in those with the values d / 16 columns.
+weights went before. (A release at cluster scope waits for all of a thread's stores, MEMBAR.GPU; copies that count at an
+mbarrier do not.) Parts are added in the order of ranks; if one block has all keys, its part is the result. In the
+products with q a warp owns d / 8 columns and every other 16 keys, in those with the values d / 16 columns.
 
     hand-off                     who writes     who waits              reused
     addresses of keys            each warp      that warp              never
@@ -28,7 +28,20 @@ with q a warp owns d / 8 columns and every other 16 keys, in those with the valu
 
 from __future__ import annotations
 
-from dsuf.kernels.attend_keys import UNIT, ask_key, chunk_address, expand_key, part_address, turn
+from dsuf.kernels.attend_keys import (  # fmt: skip
+    UNIT,
+    ask_key,
+    chunk_address,
+    dealt,
+    expand_key,
+    find_key,
+    heads_of_block,
+    most_dealt,
+    part_address,
+    scale_part,
+    store_part,
+    turn,
+)
 from dsuf.kernels.catalogue import Entry, Width
 from dsuf.kernels.lang import Kernel, int32, int64, kernel, regs, s32, s64, uint32, unroll
 from dsuf.kernels.latents import MOST_ROWS, window_row_bytes
@@ -66,7 +79,6 @@ from dsuf.kernels.ptx.memory import (
     shared_base,
     stg_u32x2,
     sts_f32,
-    sts_u32,
     sts_u32x2,
     sts_u32x4,
 )
@@ -86,21 +98,14 @@ from dsuf.kernels.ptx.sync import (
 )
 from dsuf.kernels.quantise import max_over, sum_over
 from dsuf.kernels.rope import phase
-from dsuf.layout import PAGE_TOKENS
 from dsuf.ops.attend import attend
 from dsuf.spec import Spec
 
 CLUSTER = 8  # blocks that share the keys of a row: the portable most
-PAGE_SHIFT = PAGE_TOKENS.bit_length() - 1
 LOG2_E = 1.4426950408889634
 MASKED, LEAST, SMALLEST = -3.0e38, -1.0e30, 1.0e-30
 HEAD_LANES = (1, 2, 4, 8)  # sixteen lanes make one head's probabilities
 PART_LANES = (1, 2, 4)  # eight, a block's each, know what the parts of a head weigh
-
-
-def heads_of_block(h: int) -> int:
-    """Heads of a cluster: whole product tiles, 32 at most."""
-    return min(32, -(-h // 16) * 16)
 
 
 def blocks(h: int) -> int:
@@ -109,22 +114,23 @@ def blocks(h: int) -> int:
 
 
 def most_keys(spec: Spec) -> int:
-    """Keys of a row that the entries are made for: those of a sparse layer, or the drafter's, in whole shares."""
-    keys = max(spec.sliding_window + spec.index_topk, spec.sliding_window + spec.dspark_block_size)
-    return max(128, -(-keys // (16 * CLUSTER)) * 16 * CLUSTER)
+    """Keys of a row that the entries are made for, in whole shares of at least 32 keys a block."""
+    share = most_dealt(spec.sliding_window) + most_dealt(spec.index_topk)
+    return CLUSTER * max(32, -(-max(share, most_dealt(spec.sliding_window + spec.dspark_block_size)) // 16) * 16)
 
 
 def make(*, h: int, d: int, rope: int, most: int, window: int, topk: int) -> Kernel:
     """h heads of d = 64, 128, 256 or 512 columns, rope the turned tail; most: keys of a row, a multiple of 128.
 
-    window: places of a row's window at most, the drafted block included; topk: entries of a row at most, and
-    window + topk, each rounded up to eight, is no more than `most` where a row has both.
+    window: places of a row's window at most, the drafted block included; topk: entries of a row at most. Of a row with
+    both a block gets no more than most / 8.
     """
     HEADS, SHARE, ROW = heads_of_block(h), most // CLUSTER, window_row_bytes(d)
     SETS, M_TILES = -(-h // HEADS), HEADS // 16
     PARTS = min(8, d // 32)  # of the columns in the products with q
     WARPS, PITCH = 2 * PARTS, d * 2
     THREADS, COLUMNS = WARPS * 32, d // WARPS  # columns of a warp in the products with the values
+    TILES = COLUMNS // 8
     GROUPS, PIECES = d // PARTS // 32, d // 16
     AT_ONCE = THREADS // PIECES  # keys that the block dequantises at once
     PER_WARP = 32 // PIECES  # of them a warp
@@ -133,8 +139,8 @@ def make(*, h: int, d: int, rope: int, most: int, window: int, topk: int) -> Ker
     QUADS = -(-SHARE // 64)  # quads of neighbouring keys of a lane when probabilities are made
     OWN = HEADS // CLUSTER  # heads whose parts a block adds up
     OUT_LINE, OWN_BYTES = 2 * d, OWN * 2 * d  # bytes of a head's part; of those of a block's heads
-    RING_PASSES = min(PASSES, -(-window // (CLUSTER * AT_ONCE)))  # the first ones; entries stand at the end
-    PAGE_PASS = (SHARE - -(-topk // CLUSTER)) // AT_ONCE  # the first that may have an entry
+    RING_PASSES = min(PASSES, -(-most_dealt(window) // AT_ONCE))  # the first ones; entries stand at the end
+    PAGE_PASS = (SHARE - most_dealt(topk)) // AT_ONCE  # the first that may have an entry
     TURNED, TURNED_LINE = HEADS * rope // 4, 2 * rope + 16  # pairs of pairs of q's tails; bytes of a tail
     AT_ADDRESS = SHARE * PITCH
     AT_STATS = AT_ADDRESS + 16 * PASSES * AT_ONCE
@@ -171,10 +177,11 @@ def make(*, h: int, d: int, rope: int, most: int, window: int, topk: int) -> Ker
             mbarrier_expect(bar, uint32(HEADS * (OUT_LINE + 8)))
         sync_warp()  # barriers of the cluster want whole warps
         cluster_arrive_relaxed()
-        # block r has places first + r + 8 i of the window, then entries r + 8 j: known before the row's lengths are
-        split = int32(SHARE - ((kept + CLUSTER - 1) >> 3) if chosen != 0 else SHARE)
+        # block r has sixteen of every 128 places of the window, then of the entries: known before the row's lengths are
+        split = int32(SHARE - dealt(kept if chosen != 0 else 0, 0))
         key = int32(lane // PER_WARP * AT_ONCE + warp * PER_WARP + lane % PER_WARP)  # whose address a lane finds
-        nth = int32((key if key < split else key - split) * CLUSTER + rank)
+        nth = int32(key if key < split else key - split)  # of this block's
+        nth = int32((nth >> 4 << 7) + (rank << 4) + (nth & 15))
         part = int32(warp % PARTS)
         of_q = q + ((row * h + heads + g) * d + part * GROUPS * 32 + 8 * t) * 2
         wait_for_previous_kernel()
@@ -201,23 +208,16 @@ def make(*, h: int, d: int, rope: int, most: int, window: int, topk: int) -> Ker
                 skipped = 0 if h % HEADS == 0 else max(heads + 8 * m + g - (h - 1), 0)  # no row beyond the last head
                 word = ldg_u32x4(of_q + (8 * m * d + 32 * k) * 2 - int64(skipped) * (2 * d))
                 a[8 * M_TILES * k + 4 * m : 8 * M_TILES * k + 4 * m + 4] = word
-        in_window = int32(end + 1 - start)
-        from_ring = int32(max((in_window - rank + CLUSTER - 1) >> 3, 0) if owner >= 0 else 0)
-        mine = int32(from_ring + (max((int32(count) - rank + CLUSTER - 1) >> 3, 0) if owner >= 0 else 0))
+        from_ring = int32(dealt(int32(end + 1 - start if owner >= 0 else 0), rank))
+        mine = int32(from_ring + dealt(int32(int32(count) if owner >= 0 else 0), rank))
+        alone = owner >= 0 and mine == int32(end + 1 - start) + int32(count)  # no other block has keys of this row
         padded = int32((mine + 15) & -16)
         if lane < PER_WARP * PASSES:
-            code = int64(0)
-            scale = int64(0)
-            if key < split and key < from_ring:
-                code = windows + owner * pitch + int64(uint32(start + nth) % uint32(ring)) * ROW
-                scale = code + d
-            if key >= split and key - split < mine - from_ring:
-                page = int64(entry >> uint32(PAGE_SHIFT - shift))
-                slot = int64(entry & uint32((PAGE_TOKENS >> shift) - 1))
-                where = int64(ldg_u32(pages + (owner * most_pages + page) * 4)) * page_bytes
-                code = page_codes + where + slot * (d // 2)
-                scale = page_scales + where + slot * (d // 16)
-            words = (uint32(code), uint32(code >> 32), uint32(scale), uint32(scale >> 32))
+            words = regs(4, uint32(0))
+            live = key < from_ring if key < split else key - split < mine - from_ring
+            place_of = uint32(start + nth) % uint32(ring)
+            find_key(words, key < split, live, windows + owner * pitch, place_of, ROW, d, entry, shift,
+                     pages + owner * most_pages * 4, page_codes, page_scales, page_bytes)  # fmt: skip
             sts_u32x4(uint32(sm + AT_ADDRESS + 16 * key), words)
         sync_warp()
         # all loads of keys are asked for, then dequantised: a thread has 16 columns of every AT_ONCE-th key
@@ -306,38 +306,36 @@ def make(*, h: int, d: int, rope: int, most: int, window: int, topk: int) -> Ker
             weight = sum_over(weight, HEAD_LANES)
             if lane & 15 == 0:
                 owner_rank = uint32(one // OWN)
+                if alone:  # the part is the result: it weighs all
+                    weight = weight + exp2_approx(ldw_f32(sink + int64(min(heads + one, h - 1)) * 4) * LOG2_E - top)
                 sts_f32(uint32(sm + AT_STATS + 8 * one), weight)
+                if alone:
+                    top = -LEAST
+                    weight = 1.0
                 to = uint32(sm + AT_ALL_STATS + 8 * (rank * OWN + one % OWN))
                 both_bits = (as_bits(top), as_bits(weight))
                 push_u32x2(cluster_address(to, owner_rank), both_bits, cluster_address(bar, owner_rank))
         sync_threads()
         # this warp's columns of the sum
-        o = regs(COLUMNS // 8 * M_TILES, (0.0, 0.0, 0.0, 0.0))
+        o = regs(TILES * M_TILES, (0.0, 0.0, 0.0, 0.0))
         for first_key in range(0, padded, 16):
             p = regs(4 * M_TILES)
             for m in unroll(M_TILES):
                 line = (16 * m + (lane & 15)) * LINE + first_key + (lane >> 4) * 8
                 p[4 * m : 4 * m + 4] = ldmatrix_x4(uint32(sm + AT_P + line * 2))
             for c in unroll(COLUMNS // 16):
-                chunk = int32(warp * (COLUMNS // 8) + 2 * c + (lane >> 4))
+                chunk = int32(warp * (TILES) + 2 * c + (lane >> 4))
                 b = ldmatrix_x4_trans(chunk_address(sm, int32(first_key + (lane & 15)), chunk, PITCH))
                 for m in unroll(M_TILES):
-                    o[COLUMNS // 8 * m + 2 * c] = mma_bf16(
-                        p[4 * m : 4 * m + 4], (b[0], b[1]), o[COLUMNS // 8 * m + 2 * c]
-                    )
-                    o[COLUMNS // 8 * m + 2 * c + 1] = mma_bf16(
-                        p[4 * m : 4 * m + 4], (b[2], b[3]), o[COLUMNS // 8 * m + 2 * c + 1]
-                    )
+                    o[TILES * m + 2 * c] = mma_bf16(p[4 * m : 4 * m + 4], (b[0], b[1]), o[TILES * m + 2 * c])
+                    o[TILES * m + 2 * c + 1] = mma_bf16(p[4 * m : 4 * m + 4], (b[2], b[3]), o[TILES * m + 2 * c + 1])
         # a part is a mean of this block's keys, f16: eleven bits of each, where the result keeps eight
         for m in unroll(M_TILES):
             sums = uint32(sm + AT_STATS + 8 * (16 * m + g))
             f0 = UNIT * rcp_approx(fmax(lds_f32(sums), SMALLEST))
             f1 = UNIT * rcp_approx(fmax(lds_f32(uint32(sums + 64)), SMALLEST))
-            for c in unroll(COLUMNS // 8):
-                four = o[COLUMNS // 8 * m + c]
-                to = part_address(sm + AT_SCORE, int32(16 * m + g), int32(warp * COLUMNS + 8 * c + 2 * t), OUT_LINE)
-                sts_u32(to, f16x2(four[1] * f0, four[0] * f0))
-                sts_u32(uint32(to + 8 * OUT_LINE), f16x2(four[3] * f1, four[2] * f1))
+            scale_part(o, TILES * m, TILES, f0, f1, alone)
+            store_part(o, TILES * m, TILES, sm + AT_SCORE, int32(16 * m + g), warp * COLUMNS + 2 * t, OUT_LINE)
         fence_async()
         sync_threads()
         for i in unroll(-(-CLUSTER // WARPS)):

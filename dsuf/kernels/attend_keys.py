@@ -11,22 +11,42 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsuf.kernels.lang import inline, int64, regs, uint32, unroll
+from dsuf.kernels.lang import inline, int32, int64, regs, uint32, unroll
 from dsuf.kernels.ptx.convert import (
     bf16_high,
     bf16_low,
     bf16x2,
     e4m3x4_bf16,
     e4m3x4_bf16_scaled,
+    f16x2,
     fp4x8_bf16_scaled,
     mul_bf16x2,
     prmt,
+    round_bf16,
 )
-from dsuf.kernels.ptx.memory import ldg_u8, ldg_u32x2, ldg_u32x4, lds_u32x4
+from dsuf.kernels.ptx.memory import ldg_u8, ldg_u32, ldg_u32x2, ldg_u32x4, lds_u32x4, sts_u32
 from dsuf.kernels.rope import rotated
+from dsuf.layout import PAGE_TOKENS
 
+PAGE_SHIFT = PAGE_TOKENS.bit_length() - 1
 UNIT = 256.0  # keys stand in shared memory in this unit, so that the factors of their codes are bf16 numbers
 RING_BIAS, PAGE_BIAS = 112, 0x7A807A80  # of the exponent of a ring's scale; 2^118 twice, for a page's scale
+
+
+def heads_of_block(h: int) -> int:
+    """Heads of a cluster: whole product tiles, 32 at most."""
+    return min(32, -(-h // 16) * 16)
+
+
+def most_dealt(n: int) -> int:
+    """How many of n keys a block has at most: sixteen of every 128, so that a short row stays in one block."""
+    return n // 128 * 16 + min(n % 128, 16)
+
+
+@inline
+def dealt(n: Any, rank: Any) -> Any:
+    """How many of n keys a block has."""
+    return (n >> 7 << 4) + max(min((n & 127) - rank * 16, 16), 0)
 
 
 @inline
@@ -49,9 +69,52 @@ def turn(word: Any, c: Any, s: Any) -> Any:
 
 
 @inline
+def scale_part(o: Any, first: Any, count: Any, f0: Any, f1: Any, alone: Any) -> None:
+    """Product tiles from o[first] on times the factors of rows g and g + 8; alone: the result, rounded to bf16."""
+    for c in unroll(first, first + count):
+        o[c] = (o[c][0] * f0, o[c][1] * f0, o[c][2] * f1, o[c][3] * f1)
+    if alone:
+        for c in unroll(first, first + count):
+            o[c] = (round_bf16(o[c][0]), round_bf16(o[c][1]), round_bf16(o[c][2]), round_bf16(o[c][3]))
+
+
+@inline
+def store_part(o: Any, first: Any, count: Any, base: Any, head: Any, column: Any, pitch: Any) -> None:
+    """The same tiles as f16, eight columns each, to the parts of heads `head` and head + 8."""
+    for c in unroll(count):
+        to = part_address(base, head, int32(column + 8 * c), pitch)
+        four = o[first + c]
+        sts_u32(to, f16x2(four[1], four[0]))
+        sts_u32(uint32(to + 8 * pitch), f16x2(four[3], four[2]))
+
+
+@inline
 def whole(low: Any, high: Any) -> Any:
     """An address from its two words."""
     return int64(low) | int64(high) << 32
+
+
+@inline
+def find_key(
+    words: Any, is_place: Any, live: Any, window: Any, place: Any, row_bytes: Any, d: Any, entry: Any, shift: Any,
+    pages: Any, page_codes: Any, page_scales: Any, page_bytes: Any,
+) -> None:  # fmt: skip
+    """words = the addresses of codes and scales of a place of the ring or of an entry; 0 where it is not live."""
+    code = int64(0)
+    scale = int64(0)
+    if live and is_place:
+        code = window + int64(place) * row_bytes
+        scale = code + d
+    if live and not is_place:
+        page = int64(entry >> uint32(PAGE_SHIFT - shift))
+        slot = int64(entry & uint32((PAGE_TOKENS >> shift) - 1))
+        where = int64(ldg_u32(pages + page * 4)) * page_bytes
+        code = page_codes + where + slot * (d // 2)
+        scale = page_scales + where + slot * (d // 16)
+    words[0] = uint32(code)
+    words[1] = uint32(code >> 32)
+    words[2] = uint32(scale)
+    words[3] = uint32(scale >> 32)
 
 
 @inline
