@@ -42,7 +42,7 @@ def families(spec_names: tuple[str, ...]) -> dict[str, Family]:
 
 
 def projection(name: str, bench: Bench, rows: int) -> Case:
-    """One dense projection; logits and scores in float32, the rest in bf16."""
+    """One dense projection; logits and scores in float32, wo_a as codes, the rest in bf16."""
     one = project.projections(bench.spec)[name]
     launch, outputs = project.launch_of(LABEL, one, rows), one.groups * one.n
     packed, dense = _weight(bench, one.kind, min(outputs, PATTERN_ROWS), one.k)
@@ -55,20 +55,26 @@ def projection(name: str, bench: Bench, rows: int) -> Case:
         x, sx, exact = bench.put(bits), 0, formats.bf16_to_float32(bits).astype(np.float64)
     dtype = np.float32 if one.kind == "bf16" else np.uint16
     y = bench.poisoned(tile * outputs * np.dtype(dtype).itemsize)
+    scales = bench.poisoned(tile * scale_stride(outputs)) if one.kind == "wo_a" else sx
 
     def go(w: int) -> None:
-        bench.device.launch(launch.name, w, x, sx, y, rows, *launch.arguments, grid=launch.grid, shared=launch.shared)
+        arguments = (w, x, scales, y, rows, *launch.arguments)
+        bench.device.launch(launch.name, *arguments, grid=launch.grid, shared=launch.shared)
 
     def error() -> float:
-        got = bench.get(y, (tile, outputs), dtype)[:rows]
-        got = got if dtype is np.float32 else formats.bf16_to_float32(got)
-        if not np.isfinite(got).all():
-            return float("nan")
         count = min(one.n, CHECKED, len(dense))
-        return relative_error(got[:, :count], exact[:rows, : one.k] @ dense[:count].T.astype(np.float64))
+        want = exact[:rows, : one.k] @ dense[:count].T.astype(np.float64)
+        if one.kind == "wo_a":
+            codes = bench.get(y, (tile, outputs), np.uint8)[:rows]
+            got = qdq.q8_decode(codes, bench.get(scales, (tile, outputs // pack.GROUP), np.uint8)[:rows])
+            want = qdq.q8(formats.round_bf16(want.astype(np.float32)).astype(np.float64))
+        else:
+            got = bench.get(y, (tile, outputs), dtype)[:rows]
+            got = got if dtype is np.float32 else formats.bf16_to_float32(got)
+        return relative_error(got[:, :count], want) if np.isfinite(got).all() else float("nan")
 
     nbytes, operations = one.floor(rows)
-    bound = 1e-4 if dtype is np.float32 else BF16_ERROR
+    bound = {"bf16": 1e-4, "q8": BF16_ERROR, "wo_a": 4 * BF16_ERROR}[one.kind]
     return Case(name, rows, [partial(go, w) for w in places], error, bound, nbytes, operations,
                 peer=one.kind, peer_shape=(rows, one.n, one.k, one.groups))  # fmt: skip
 

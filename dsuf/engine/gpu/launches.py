@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 from dsuf.engine.gpu.buffers import Rows
 from dsuf.engine.gpu.ranks import ALONE, Exchange, Launch, Rank
 from dsuf.errors import ConfigError
-from dsuf.kernels import attend, catalogue, experts, index_query, mixes, route, rows_q8
+from dsuf.kernels import attend, catalogue, experts, index_query, mixes, route
 from dsuf.kernels.catalogue import Width
 from dsuf.kernels.engram import EMBED_SPAN
 from dsuf.kernels.pack import ROWS
 from dsuf.kernels.project import launch_of, projections
+from dsuf.kernels.taps import SPAN as TAPS_SPAN
 from dsuf.layout import PageLayout, SourceLayout
 from dsuf.spec import Spec
 
@@ -65,13 +66,9 @@ class Launches:
     # ---- products and their operands
 
     def project(self, name: str, w: int, x: int, scales: int, y: int) -> None:
-        """y = x W^T of a projection of dsuf.kernels.project; `scales` 0 where x is bf16."""
+        """y = x W^T of a projection of dsuf.kernels.project; `scales` of x, of y for wo_a, else 0."""
         how = launch_of(self.width, self.projections[name], self.count)
         self.launch(how.name, w, x, scales, y, self.count, *how.arguments, grid=how.grid, shared=how.shared)
-
-    def quantise(self, x: int, codes: int, scales: int, k: int) -> None:
-        """codes, scales = q8(x), k columns."""
-        self.launch("q8.rows", x, codes, scales, k, grid=(-(-k // rows_q8.SPAN), self.count))
 
     def quantise_norm(self, x: int, g: int, codes: int, scales: int) -> None:
         """codes, scales = q8(rms(x; g)), D columns."""
@@ -80,7 +77,7 @@ class Launches:
     def join_taps(self, taps: tuple[int, ...], codes: int, scales: int) -> None:
         """codes, scales = q8 of the taps side by side."""
         d = self.spec.hidden_size
-        self.launch("taps.join", *taps, codes, scales, d, grid=(-(-d // rows_q8.SPAN), len(taps) * self.count))
+        self.launch("taps.join", *taps, codes, scales, d, grid=(-(-d // TAPS_SPAN), len(taps) * self.count))
 
     # ---- streams
 

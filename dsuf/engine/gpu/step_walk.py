@@ -205,9 +205,8 @@ def queries(k: Launches, m: Model, weights: Any, table: int, window: int) -> Non
 
 def output(k: Launches, m: Model, weights: Any) -> None:
     """work.o -> work.last."""
-    w, share = m.work, k.share
-    k.project("wo_a", weights.wo_a, w.o, 0, w.y)
-    k.quantise(w.y, w.y_codes, w.y_scales, share.o_groups * share.o_lora_rank)
+    w = m.work
+    k.project("wo_a", weights.wo_a, w.o, w.y_scales, w.y_codes)
     k.project("wo_b", weights.wo_b, w.y_codes, w.y_scales, w.last)
     k.sum_heads(w.last, f"the attention output of {weights.name}")
 
