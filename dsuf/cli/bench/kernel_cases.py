@@ -13,7 +13,7 @@ import numpy as np
 
 from dsuf import formats
 from dsuf.cli.bench.kernel_bench import BF16_ERROR, Bench, Case, relative_error
-from dsuf.cli.bench.kernel_cases_attention import attention, selection
+from dsuf.cli.bench.kernel_cases_attention import attention, queries_of, selection
 from dsuf.kernels import engram, expert_plan, experts, pack, project, route
 from dsuf.kernels.catalogue import tile_of
 from dsuf.kernels.stream import scale_stride
@@ -32,8 +32,9 @@ ROUTINGS = 8  # choices of experts that launches take turns with
 
 def families(spec_names: tuple[str, ...]) -> dict[str, Family]:
     """Every family by name; `spec_names` are those of project.projections."""
-    found: dict[str, Family] = {name: partial(projection, name) for name in spec_names}
+    found: dict[str, Family] = {name: partial(projection, name) for name in spec_names if name != "index_wq_b"}
     return found | {
+        "wq_b": partial(queries_of, False), "wq_b_index": partial(queries_of, True),
         "experts_gate_up": partial(routed, "gate_up"), "experts_down": partial(routed, "down"),
         "experts": partial(routed, "whole"), "router": router, "embed": embed, "engram_gather": gather,
         "engram_gate": gate, "attention_640": attention, "index_scores_16k": partial(selection, "scores"),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from dsuf.engine.gpu.buffers import Rows
 from dsuf.engine.gpu.ranks import ALONE, Exchange, Launch, Rank
 from dsuf.errors import ConfigError
-from dsuf.kernels import attend, catalogue, experts, index_query, mixes, route
+from dsuf.kernels import attend, catalogue, experts, index_query, mixes, queries, route
 from dsuf.kernels.catalogue import Width
 from dsuf.kernels.engram import EMBED_SPAN
 from dsuf.kernels.pack import ROWS
@@ -123,11 +123,25 @@ class Launches:
     def latents(
         self, y: int, norms: tuple[int, int], table: int, codes: int, scales: int, windows: int, pitch: int, ring: int
     ) -> None:
-        """Query latent as codes, window latent into the ring."""
+        """Window latents into the ring, query latents as codes (codes 0: not wanted)."""
         r = self.rows
         self.launch(
             f"latents/{self.width}", y, *norms, table, r.sequence, r.position, codes, scales, windows, pitch, ring,
-            grid=(self.count, 2),
+            grid=(self.count, 2 if codes else 1),
+        )  # fmt: skip
+
+    def queries(
+        self, y: int, norms: tuple[int, int], table: int, ring: tuple[int, int, int], own: tuple[int, int],
+        index: tuple[int, int],
+    ) -> None:  # fmt: skip
+        """From latents: window rows into a ring (base, pitch, slots), and queries; own, index: weight (the indexer's 0:
+        it has none) and output.
+        """
+        r, (n, index_n) = self.rows, queries.widths(self.share)
+        index_n = index_n if index[0] else 0
+        self.launch(
+            queries.name_of(self.width, self.count), y, *norms, table, r.sequence, r.position, *ring, own[0], n, own[1],
+            index[0], index_n, index[1], self.count, grid=(queries.blocks(self.width, n + index_n), 1),
         )  # fmt: skip
 
     def compress(

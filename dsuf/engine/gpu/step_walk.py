@@ -195,12 +195,11 @@ def attention(k: Launches, m: Model, role: LayerRole, *, compress: bool = True) 
 
 
 def queries(k: Launches, m: Model, weights: Any, table: int, window: int) -> None:
-    """Queries and the layer's own window rows, from work.x."""
+    """Queries, the indexer's too where the layer has one, and the layer's own window rows, from work.x."""
     w, c = m.work, m.caches
     k.project("wq_a_wkv", weights.wq_a_wkv, w.x_codes, w.x_scales, w.latent)
-    norms = (weights.q_norm, weights.kv_norm)
-    k.latents(w.latent, norms, table, w.c_codes, w.c_scales, c.window(window), c.pitch, c.ring)
-    k.project("wq_b", weights.wq_b, w.c_codes, w.c_scales, w.q)
+    norms, ring = (weights.q_norm, weights.kv_norm), (c.window(window), c.pitch, c.ring)
+    k.queries(w.latent, norms, table, ring, (weights.wq_b, w.q), (weights.index_wq_b, w.index_y))
 
 
 def output(k: Launches, m: Model, weights: Any) -> None:
@@ -223,9 +222,8 @@ def compress_rows(k: Launches, m: Model, role: LayerRole) -> None:
 
 
 def select(k: Launches, m: Model, role: LayerRole, table: int) -> None:
-    """Each row's entries into work.selected, for this layer and those that reuse it."""
+    """Each row's entries into work.selected, for this layer and those that reuse it, from work.index_y."""
     w, c, weights, source = m.work, m.caches, m.weights.layers[role.index], m.caches.source(role)
-    k.project("index_wq_b", weights.index_wq_b, w.c_codes, w.c_scales, w.index_y)
     k.index_query(w.index_y, table, w.index_q)
     k.project("index_weights", weights.index_weights, w.x, 0, w.index_weights)
     candidates = (w.candidates, w.kept_of)
