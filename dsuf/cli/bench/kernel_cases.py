@@ -190,7 +190,7 @@ def routed(part: str, bench: Bench, rows: int) -> Case:
 
 
 def router(bench: Bench, rows: int) -> Case:
-    """The gate's scores and the choice of experts: two launches."""
+    """The gate's scores, the choice of experts and their plan: one launch."""
     spec, one = bench.spec, project.projections(bench.spec)["gate"]
     packed, dense = _weight(bench, "bf16", one.n, one.k)
     places, count = bench.copies(packed, packed.nbytes), route.parts_of(one.k)
@@ -201,13 +201,11 @@ def router(bench: Bench, rows: int) -> Case:
     at_bias, image = bench.put(bias), bench.put(np.zeros(rows, np.int32))
     sequence, parts = bench.put(np.zeros(rows, np.int32)), bench.poisoned(count * rows * one.n * 4)
     chosen, weights = bench.poisoned(rows * topk * 4), bench.poisoned(rows * topk * 4)
-    plan = bench.poisoned(expert_plan.plan_bytes(rows * topk))
+    plan = bench.put(np.zeros(expert_plan.plan_bytes(rows * topk), np.uint8))
 
     def go(w: int) -> None:
-        launch, grid = bench.device.launch, (-(-one.n // pack.ROWS), count)
-        launch(f"route.scores/{LABEL}", w, x, parts, rows, one.n, grid=grid)
-        cut = (scaling, 0, one.n)
-        launch("route", parts, count, at_bias, image, sequence, chosen, weights, plan, 0, rows, one.n, topk, *cut)
+        bench.device.launch(f"route/{LABEL}", w, x, parts, at_bias, image, sequence, chosen, weights, plan, 0, rows,
+                            one.n, topk, scaling, 0, one.n, grid=route.grid(one.k, one.n))  # fmt: skip
 
     def error() -> float:
         picked, got = (bench.get(at, (rows, topk), t) for at, t in ((chosen, np.int32), (weights, np.float32)))

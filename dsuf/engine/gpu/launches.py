@@ -15,7 +15,6 @@ from dsuf.errors import ConfigError
 from dsuf.kernels import attend, catalogue, experts, index_query, mixes, queries, route
 from dsuf.kernels.catalogue import Width
 from dsuf.kernels.engram import EMBED_SPAN
-from dsuf.kernels.pack import ROWS
 from dsuf.kernels.project import launch_of, projections
 from dsuf.kernels.taps import SPAN as TAPS_SPAN
 from dsuf.layout import PageLayout, SourceLayout
@@ -207,20 +206,15 @@ class Launches:
 
     # ---- experts
 
-    def scores(self, gate: int, x: int, parts: int, count: int) -> None:
-        """The gate's scores of `count` experts, in parts."""
-        grid = (-(-count // ROWS), route.parts_of(self.spec.hidden_size))
-        self.launch(f"route.scores/{self.width}", gate, x, parts, self.count, count, grid=grid)
-
     def route(
-        self, parts: int, bias: int, experts: int, per_token: int, chosen: int, shares: int, plan: int, counter: int
+        self, gate: tuple[int, int], x: int, parts: int, experts: int, per_token: int, out: tuple[int, int, int],
+        counter: int,
     ) -> None:  # fmt: skip
-        """Chosen experts, their shares, and the plan of this rank's expert products."""
-        r = self.rows
+        """gate: weights and bias; out: chosen experts, their shares, and the plan of this rank's expert products."""
+        r, spec = self.rows, self.spec
         self.launch(
-            "route", parts, route.parts_of(self.spec.hidden_size), bias, r.image, r.sequence, chosen, shares, plan,
-            counter, self.count, experts, per_token, self.spec.routed_scaling_factor, *self.rank.part(experts),
-            grid=(1, 1),
+            f"route/{self.width}", gate[0], x, parts, gate[1], r.image, r.sequence, *out, counter, self.count, experts,
+            per_token, spec.routed_scaling_factor, *self.rank.part(experts), grid=route.grid(spec.hidden_size, experts),
         )  # fmt: skip
 
     def expert_products(

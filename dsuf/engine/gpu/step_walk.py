@@ -236,8 +236,8 @@ def select(k: Launches, m: Model, role: LayerRole, table: int) -> None:
 def moe(k: Launches, m: Model, weights: Any, experts: int, per_token: int, counter: int) -> int:
     """work.x -> work.parts (routed experts; how many of a row) and work.last (the shared one)."""
     w = m.work
-    k.scores(weights.gate, w.x, w.gate, experts)
-    k.route(w.gate, weights.gate_bias, experts, per_token, w.experts, w.shares, w.plan, counter)
+    gate, out = (weights.gate, weights.gate_bias), (w.experts, w.shares, w.plan)
+    k.route(gate, w.x, w.gate, experts, per_token, out, counter)
     routed, shared = (weights.experts_w13, weights.experts_w2), (weights.shared_gate_up, weights.shared_down)
     k.expert_products(routed, shared, w.x_half, w.plan, w.shares, w.h, (w.parts, w.last), per_token)
     return k.sum_experts(w.parts, w.experts, experts, per_token, f"the experts' output of {weights.name}")
