@@ -1,6 +1,7 @@
 """The plan of a decode step's experts: pairs grouped by expert, up to eight a group, made in one block by the router.
 
-int32: [0] = number of groups, then from PLAN_HEAD on records of PLAN_RECORD: expert, pairs in it, its pairs. Groups
+int32: [0] = number of groups, [PLAN_ARRIVED] = blocks of the router that have ended (0 between launches, so a plan is
+zeroed once), then from PLAN_HEAD on records of PLAN_RECORD: expert, pairs in it, its pairs. Groups
 ascend by expert, pairs inside a group by number; a pair whose expert is negative (inactive row) is left out. A row
 chooses an expert once, so the rows of an expert are a mask of bits, and a pair's place is the number of bits before its
 own: the plan depends on the routing alone.
@@ -17,7 +18,7 @@ from dsuf.kernels.ptx.convert import popc
 from dsuf.kernels.ptx.memory import atom_add, atom_add_shared, lds_u32, stg_u32, sts_u32
 from dsuf.kernels.ptx.sync import ballot, shuffle_u32, sync_threads
 
-PLAN_HEAD, PLAN_RECORD = 4, 12  # int32s
+PLAN_ARRIVED, PLAN_HEAD, PLAN_RECORD = 1, 4, 12  # int32s
 GROUP_PAIRS = 8
 
 

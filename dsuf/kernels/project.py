@@ -4,13 +4,15 @@
 
     kind   W                                            x                                                   y
     q8     e4m3, ue8m0 per 32x32 (pack_fp8)             e4m3 [rows, K], ue8m0 [rows, scale_stride(K)]       bf16
-    wo_a   the same, block-diagonal [groups * N, K]     f16 [rows, groups, K] (attend.py writes bf16 values)    bf16
+    wo_a   the same, block-diagonal [groups * N, K]     f16 [rows, groups, K] (attend.py writes bf16 values)    as x of q8
     bf16   bf16 [N, K] (pack_bf16)                      bf16 [rows, K]                                      float32
 
 y [rows, groups * N] holds a whole tile of rows; the first `live` are read and computed, the others get copies. N, K,
-groups and team are arguments, so a kind and a row tile is one kernel; `launch_of` says how a weight is launched.
+groups and team are arguments, so a kind and a row tile is one kernel; `launch_of` says how a weight is launched. wo_a
+quantises what it computes, rounded to bf16 first, because wo_b alone reads it: codes, scales = q8(bf16(y)). `scales`
+are those of x, for wo_a those of y.
 
-Reference: dsuf.ops.product.product and grouped_product on dequantised operands.
+Reference: dsuf.ops.product.product and grouped_product on dequantised operands, dsuf.ops.qdq.q8_encode.
 Bytes: the weights, once a launch; x and y are under 2 % of them (but logits). Operations: 2 rows groups N K.
 
 A block stages the activations it needs by a few bulk copies a row, so that a warp waits for its first columns only:
@@ -22,6 +24,7 @@ rows.
     ring stage          bulk copy       its warp          once every lane of the warp has loaded it (sync_warp)
     activations         bulk copies     all warps         never
     partial sums [2]    warps of team   warp 0 of team    two tiles later, behind the next tile's team barrier
+    largest of 16 [2]   warp 0 of team  that of the team beside it (wo_a), in place of its own partial sums
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ from dsuf.kernels.ptx.sync import (
     thread_index,
     wait_for_previous_kernel,
 )
+from dsuf.kernels.quantise import store_q8
 from dsuf.kernels.stream import (
     bf16_chunk,
     fetch,
@@ -102,9 +106,10 @@ def make(
     """rows a multiple of 8 up to 48; chunk the columns of a chunk; K a multiple of it, up to most_k.
 
     The grid is a multiple of groups; team, a power of two, has no more warps than a tile has chunks and divides warps.
+    For wo_a, N is a multiple of 32 and warps hold an even number of teams.
     """
     COLUMNS, GROUPS32 = rows // 8, chunk // 32
-    WEIGHTS_BF16, Q8, GROUPED = kind == "bf16", kind == "q8", kind == "wo_a"
+    WEIGHTS_BF16, Q8, GROUPED = kind == "bf16", kind == "q8", kind == "wo_a"  # grouped outputs leave as codes
     SIZE = chunk_bytes_of(kind, chunk)
     LAYOUT = Layout.of(rows, SIZE, warps, stages)
     AT_BAR, AT_SUM, AT_S, SUM = LAYOUT.barriers, LAYOUT.sums, LAYOUT.scales, rows * 64
@@ -116,7 +121,7 @@ def make(
     NAME = f"project_{kind}_r{rows}" if staged else f"project_{kind}_direct_r{rows}"
 
     @kernel(threads=THREADS, shared=SHARED, min_blocks=min_blocks, name=NAME)
-    def project(w: s64, x: s64, sx: s64, y: s64, live: s32, n: s32, k: s32, groups: s32, team: s32) -> None:
+    def project(w: s64, x: s64, scales: s64, y: s64, live: s32, n: s32, k: s32, groups: s32, team: s32) -> None:
         tid = int32(thread_index())
         lane = int32(tid & 31)
         warp = int32(tid >> 5)
@@ -201,7 +206,7 @@ def make(
             for i in unroll(COLUMNS):
                 xs[i] = int32(min(8 * i + g, live - 1) * pitch + t * (8 * XBYTES))  # from `own`: half a register pair
         if Q8:
-            stage_words(sm + AT_S, sx, live * sstride, tid, THREADS)
+            stage_words(sm + AT_S, scales, live * sstride, tid, THREADS)
             for i in unroll(COLUMNS):
                 for j in unroll(2):
                     ss[2 * i + j] = uint32(sm + AT_S + min(8 * i + 2 * t + j, live - 1) * sstride)
@@ -239,8 +244,9 @@ def make(
                     stage = int32(0)
                     phase = int32(phase ^ 1)
                 c = int32(c + team)
+            crew_sums = uint32(sm + AT_SUM + (turn * warps + crew * team) * SUM)
             if team > 1:
-                sums = uint32(sm + AT_SUM + (turn * warps + crew * team) * SUM + lane * 4)
+                sums = uint32(crew_sums + lane * 4)
                 if part > 0:
                     for i in unroll(COLUMNS):
                         for j in unroll(4):
@@ -255,8 +261,13 @@ def make(
                                 acc[i][2] + lds_f32(uint32(sums + p * SUM + i * 512 + 256)),
                                 acc[i][3] + lds_f32(uint32(sums + p * SUM + i * 512 + 384)),
                             )
-                turn = int32(turn ^ 1)
-            if part == 0:
+            turn = int32(turn ^ 1)
+            if GROUPED:
+                if part == 0:
+                    other = uint32(sm + AT_SUM + ((turn ^ 1) * warps + (crew ^ 1) * team) * SUM)
+                    store_q8(acc, COLUMNS, crew_sums, other, uint32(15 - (crew >> 1)), lane, y, scales,
+                             int32(n * groups), int32(group * n + tile * 16))  # fmt: skip
+            elif part == 0:
                 out = y + (2 * t * outputs + group * n + tile * 16 + g) * YBYTES
                 for j in unroll(4):
                     if tile * 16 + g + 8 * (j // 2) < n:
@@ -320,7 +331,8 @@ class Projection:
         return self.groups * -(-self.n // 16)
 
     def team(self, chunk: int, most: int) -> int:
-        """Warps that share a tile; two chunks a warp at least."""
+        """Warps that share a tile; two chunks a warp at least. Two teams of wo_a share a block."""
+        most = most // 2 if self.kind == "wo_a" else most
         if self.tiles >= WIDE_TILES:
             return WIDE_TEAM
         team = 1

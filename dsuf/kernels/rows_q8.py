@@ -1,13 +1,12 @@
-"""Quantised rows of bf16 values where no other kernel makes them: wo_a's output, the drafter's taps and features.
+"""Normed rows as codes where no other kernel makes them: the drafter's features after main_proj.
 
-    rows    codes, scales = q8(x)                                              input of wo_b and of main_proj
-    norm    codes, scales = q8(bf16(x g / sqrt(mean(x^2) + eps)))              the drafter's features after main_proj
+    codes, scales = q8(bf16(x g / sqrt(mean(x^2) + eps)))
 
 x bf16 [rows, K], K a multiple of 32 and an argument; codes e4m3 [rows, K], scales ue8m0 [rows, scale_stride(K)].
 Reference: dsuf.ops.qdq.q8_encode, dsuf.ops.norm.rms_norm. Bytes: 3 K a row: latency decides.
 
-A thread makes four columns at a time, eight threads share a scale. `norm` is one block a row: the order of its sum
-depends on K alone.
+A thread makes four columns at a time, eight threads share a scale. One block a row: the order of the sum depends on K
+alone.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from dsuf.kernels.ptx.convert import bf16_high, bf16_low, div, e4m3x2, fabs, fma
 from dsuf.kernels.ptx.memory import ldg_u32x2, lds_f32, ldw_u32x2, shared_base, stg_u8, stg_u32, sts_f32
 from dsuf.kernels.ptx.sync import (
     block_index,
-    block_index_y,
     let_next_kernel_start,
     sync_threads,
     thread_index,
@@ -46,26 +44,6 @@ def store_codes(v: Any, codes: Any, scales: Any, row: Any, column: Any, k: Any) 
         stg_u32(codes + row * k + column, word)
         if thread_index() & 7 == 0:
             stg_u8(scales + row * (((k >> 5) + 3) // 4 * 4) + (column >> 5), e)
-
-
-def make_rows(*, most_k: int) -> Kernel:
-    """grid (K / 1024, rows)."""
-
-    @kernel(threads=THREADS, grid=(-(-most_k // SPAN), MOST_ROWS), name="q8_rows")
-    def quantise_rows(x: s64, codes: s64, scales: s64, k: s32) -> None:
-        column = int32(block_index() * SPAN + 4 * thread_index())
-        row = int64(block_index_y())
-        wait_for_previous_kernel()
-        let_next_kernel_start()
-        v = regs(4, 0.0)
-        if column < k:
-            word = ldg_u32x2(x + (row * k + column) * 2)
-            for i in unroll(2):
-                v[2 * i] = bf16_low(word[i])
-                v[2 * i + 1] = bf16_high(word[i])
-        store_codes(v, codes, scales, row, column, k)
-
-    return quantise_rows
 
 
 def make_norm(*, eps: float) -> Kernel:
@@ -107,13 +85,9 @@ def make_norm(*, eps: float) -> Kernel:
 
 
 def entries(width: Width) -> list[Entry]:
-    """Both; K is an argument, so one pair serves every checkpoint."""
+    """K is an argument, so one kernel serves every checkpoint."""
     if width.label != "v41":
         return []
     spec = width.spec
-    most_k = max(len(spec.dspark_target_layer_ids) * spec.hidden_size, spec.o_groups * spec.o_lora_rank)
     rows = MOST_ROWS * spec.hidden_size
-    return [
-        Entry("q8.rows", make_rows, {"most_k": most_k}, width.chips, q8_encode, 3 * rows, 8 * rows),
-        Entry("q8.norm", make_norm, {"eps": spec.rms_norm_eps}, width.chips, q8_encode, 3 * rows, 12 * rows),
-    ]
+    return [Entry("q8.norm", make_norm, {"eps": spec.rms_norm_eps}, width.chips, q8_encode, 3 * rows, 12 * rows)]

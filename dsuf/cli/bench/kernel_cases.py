@@ -13,7 +13,7 @@ import numpy as np
 
 from dsuf import formats
 from dsuf.cli.bench.kernel_bench import BF16_ERROR, Bench, Case, relative_error
-from dsuf.cli.bench.kernel_cases_attention import attention, selection
+from dsuf.cli.bench.kernel_cases_attention import attention, queries_of, selection
 from dsuf.kernels import engram, expert_plan, experts, pack, project, route
 from dsuf.kernels.catalogue import tile_of
 from dsuf.kernels.stream import scale_stride
@@ -32,8 +32,9 @@ ROUTINGS = 8  # choices of experts that launches take turns with
 
 def families(spec_names: tuple[str, ...]) -> dict[str, Family]:
     """Every family by name; `spec_names` are those of project.projections."""
-    found: dict[str, Family] = {name: partial(projection, name) for name in spec_names}
+    found: dict[str, Family] = {name: partial(projection, name) for name in spec_names if name != "index_wq_b"}
     return found | {
+        "wq_b": partial(queries_of, False), "wq_b_index": partial(queries_of, True),
         "experts_gate_up": partial(routed, "gate_up"), "experts_down": partial(routed, "down"),
         "experts": partial(routed, "whole"), "router": router, "embed": embed, "engram_gather": gather,
         "engram_gate": gate, "attention_640": attention, "index_scores_16k": partial(selection, "scores"),
@@ -42,7 +43,7 @@ def families(spec_names: tuple[str, ...]) -> dict[str, Family]:
 
 
 def projection(name: str, bench: Bench, rows: int) -> Case:
-    """One dense projection; logits and scores in float32, the rest in bf16."""
+    """One dense projection; logits and scores in float32, wo_a as codes, the rest in bf16."""
     one = project.projections(bench.spec)[name]
     launch, outputs = project.launch_of(LABEL, one, rows), one.groups * one.n
     packed, dense = _weight(bench, one.kind, min(outputs, PATTERN_ROWS), one.k)
@@ -56,20 +57,26 @@ def projection(name: str, bench: Bench, rows: int) -> Case:
         x, sx = bench.put(exact.astype(np.float16) if one.kind == "wo_a" else bits), 0
     dtype = np.float32 if one.kind == "bf16" else np.uint16
     y = bench.poisoned(tile * outputs * np.dtype(dtype).itemsize)
+    scales = bench.poisoned(tile * scale_stride(outputs)) if one.kind == "wo_a" else sx
 
     def go(w: int) -> None:
-        bench.device.launch(launch.name, w, x, sx, y, rows, *launch.arguments, grid=launch.grid, shared=launch.shared)
+        arguments = (w, x, scales, y, rows, *launch.arguments)
+        bench.device.launch(launch.name, *arguments, grid=launch.grid, shared=launch.shared)
 
     def error() -> float:
-        got = bench.get(y, (tile, outputs), dtype)[:rows]
-        got = got if dtype is np.float32 else formats.bf16_to_float32(got)
-        if not np.isfinite(got).all():
-            return float("nan")
         count = min(one.n, CHECKED, len(dense))
-        return relative_error(got[:, :count], exact[:rows, : one.k] @ dense[:count].T.astype(np.float64))
+        want = exact[:rows, : one.k] @ dense[:count].T.astype(np.float64)
+        if one.kind == "wo_a":
+            codes = bench.get(y, (tile, outputs), np.uint8)[:rows]
+            got = qdq.q8_decode(codes, bench.get(scales, (tile, outputs // pack.GROUP), np.uint8)[:rows])
+            want = qdq.q8(formats.round_bf16(want.astype(np.float32)).astype(np.float64))
+        else:
+            got = bench.get(y, (tile, outputs), dtype)[:rows]
+            got = got if dtype is np.float32 else formats.bf16_to_float32(got)
+        return relative_error(got[:, :count], want) if np.isfinite(got).all() else float("nan")
 
     nbytes, operations = one.floor(rows)
-    bound = 1e-4 if dtype is np.float32 else BF16_ERROR
+    bound = {"bf16": 1e-4, "q8": BF16_ERROR, "wo_a": 4 * BF16_ERROR}[one.kind]
     return Case(name, rows, [partial(go, w) for w in places], error, bound, nbytes, operations,
                 peer=one.kind, peer_shape=(rows, one.n, one.k, one.groups))  # fmt: skip
 
@@ -184,7 +191,7 @@ def routed(part: str, bench: Bench, rows: int) -> Case:
 
 
 def router(bench: Bench, rows: int) -> Case:
-    """The gate's scores and the choice of experts: two launches."""
+    """The gate's scores, the choice of experts and their plan: one launch."""
     spec, one = bench.spec, project.projections(bench.spec)["gate"]
     packed, dense = _weight(bench, "bf16", one.n, one.k)
     places, count = bench.copies(packed, packed.nbytes), route.parts_of(one.k)
@@ -195,13 +202,11 @@ def router(bench: Bench, rows: int) -> Case:
     at_bias, image = bench.put(bias), bench.put(np.zeros(rows, np.int32))
     sequence, parts = bench.put(np.zeros(rows, np.int32)), bench.poisoned(count * rows * one.n * 4)
     chosen, weights = bench.poisoned(rows * topk * 4), bench.poisoned(rows * topk * 4)
-    plan = bench.poisoned(expert_plan.plan_bytes(rows * topk))
+    plan = bench.put(np.zeros(expert_plan.plan_bytes(rows * topk), np.uint8))
 
     def go(w: int) -> None:
-        launch, grid = bench.device.launch, (-(-one.n // pack.ROWS), count)
-        launch(f"route.scores/{LABEL}", w, x, parts, rows, one.n, grid=grid)
-        cut = (scaling, 0, one.n)
-        launch("route", parts, count, at_bias, image, sequence, chosen, weights, plan, 0, rows, one.n, topk, *cut)
+        bench.device.launch(f"route/{LABEL}", w, x, parts, at_bias, image, sequence, chosen, weights, plan, 0, rows,
+                            one.n, topk, scaling, 0, one.n, grid=route.grid(one.k, one.n))  # fmt: skip
 
     def error() -> float:
         picked, got = (bench.get(at, (rows, topk), t) for at, t in ((chosen, np.int32), (weights, np.float32)))

@@ -1,4 +1,4 @@
-"""What `dsuf bench kernels` measures of attention: over 640 keys, index scores, and the selection of entries.
+"""What `dsuf bench kernels` measures of attention: queries, over 640 keys, index scores, and the selection of entries.
 
 Contexts are random valid pages of one source with two tokens an entry, at as many places as make them cold.
 """
@@ -10,14 +10,16 @@ from functools import partial
 import numpy as np
 
 from dsuf import formats
-from dsuf.cli.bench.kernel_bench import COLD, Bench, Case, relative_error
-from dsuf.kernels import attend, rope
+from dsuf.cli.bench.kernel_bench import BF16_ERROR, COLD, Bench, Case, relative_error
+from dsuf.kernels import attend, pack, queries, rope
+from dsuf.kernels.catalogue import tile_of
 from dsuf.kernels.latents import window_row_bytes
 from dsuf.layout import PAGE_TOKENS, PageLayout
 from dsuf.ops import qdq
 from dsuf.ops.attend import attend as attend_op
 from dsuf.ops.index import KEY_TILE, largest
 from dsuf.ops.index import index_scores as scores_op
+from dsuf.ops.norm import rms_norm
 from dsuf.ops.numerics import NUMERICS
 
 LABEL = "v41"
@@ -25,6 +27,7 @@ CONTEXT = 32768  # tokens: 16 K entries
 RING_SPARE = 64
 BLOCK_SHIFT = 3
 PATTERN_PAGES = 64
+WEIGHT_ROWS = 512  # of wq_b, before it repeats
 
 
 class _Context:
@@ -53,6 +56,39 @@ class _Context:
         page = self.order[entries // self.source.rows] % PATTERN_PAGES
         at = plane.offset + (entries % self.source.rows)[:, None] * plane.width + np.arange(plane.width)
         return self.pages[page[:, None], at]
+
+
+def queries_of(with_index: bool, bench: Bench, rows: int) -> Case:
+    """Queries from latents, the indexer's too, and window rows, one launch; checked: queries."""
+    spec, rng, (n, index_n) = bench.spec, bench.rng, queries.widths(bench.spec)
+    q, d, index_n = spec.q_lora_rank, spec.head_dim, index_n if with_index else 0
+    raw = formats.quantise_fp8_blocks(rng.standard_normal((WEIGHT_ROWS, q)).astype(np.float32))
+    packed, dense = pack.pack_fp8(*raw), formats.dequantise_fp8_blocks(*raw).astype(np.float64)
+    tile, size = tile_of(LABEL, rows), (n + index_n) // pack.ROWS * packed[0].nbytes
+    places = bench.copies(packed, size)
+    y = formats.float32_to_bf16(rng.standard_normal((rows, q + d)).astype(np.float32))
+    norms = [formats.float32_to_bf16(rng.standard_normal(k).astype(np.float32)) for k in (q, d)]
+    w = spec.rope_theta ** (-np.arange(0, spec.qk_rope_head_dim, 2) / spec.qk_rope_head_dim)
+    ring, out = spec.sliding_window + RING_SPARE, bench.poisoned(2 * tile * n)
+    arrays = (y, *norms, rope.tables(w, CONTEXT), np.zeros(rows, np.int32), np.arange(rows, dtype=np.int32))
+    before = [*map(bench.put, arrays), bench.poisoned(ring * window_row_bytes(d)), 0, ring]
+    index_out = bench.poisoned(2 * tile * max(index_n, 1))
+
+    def go(w: int) -> None:
+        index = w + n // pack.ROWS * packed[0].nbytes
+        bench.device.launch(queries.name_of(LABEL, rows), *before, w, n, out, index, index_n, index_out, rows,
+                            grid=(queries.blocks(LABEL, n + index_n), 1))  # fmt: skip
+
+    def error() -> float:
+        values, norm = (formats.bf16_to_float32(v).astype(np.float64) for v in (y[:, :q], norms[0]))
+        c = qdq.q8(formats.round_bf16(rms_norm(values, norm, spec.rms_norm_eps).astype(np.float32)).astype(np.float64))
+        got = formats.bf16_to_float32(bench.get(out, (tile, n), np.uint16))[:rows, : len(dense)]
+        return relative_error(got, c @ dense.T) if np.isfinite(got).all() else float("nan")
+
+    name, outputs = "wq_b_index" if with_index else "wq_b", n + index_n
+    nbytes, operations = size + rows * (3 * (q + d) + 2 * outputs), 2 * rows * outputs * q
+    return Case(name, rows, [partial(go, w) for w in places], error, 4 * BF16_ERROR, nbytes, operations,
+                peer="q8", peer_shape=(rows, outputs, q, 1))  # fmt: skip
 
 
 def attention(bench: Bench, rows: int) -> Case:

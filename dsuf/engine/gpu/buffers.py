@@ -102,12 +102,9 @@ class Workspace:
     x_scales: int
     folded: int  # bf16 [R, D]
     latent: int  # bf16 [R, Q + d]
-    c_codes: int  # query latent [R, Q]
-    c_scales: int
     q: int  # bf16 [R, H, d]
     o: int  # f16 [R, H, d]
-    y: int  # bf16 [R, G r], and as codes
-    y_codes: int
+    y_codes: int  # output of wo_a [R, G r]
     y_scales: int
     last: int  # bf16 [R, D]: output of attention or of the shared expert
     compressed: int  # float32 [R, 2 d]
@@ -182,8 +179,8 @@ def sizes_of(spec: Spec, max_context: int) -> dict[str, int | tuple[int, ...]]:
     gathered, capacity = spec.engram_columns * spec.engram_head_dim, capacity_of(max_context)
     per_row: dict[str, int | tuple[int, ...]] = {
         "streams": (2 * mixes.STREAMS * d,) * 2, "sums": (4 * mixes.SUMS,) * 2, "x": 2 * d, "x_codes": d,
-        "x_scales": scale_stride(d), "folded": 2 * d, "latent": 2 * (q + spec.head_dim), "c_codes": q,
-        "c_scales": scale_stride(q), "q": 2 * heads, "o": 2 * heads, "y": 2 * y, "y_codes": y,
+        "x_scales": scale_stride(d), "folded": 2 * d, "latent": 2 * (q + spec.head_dim),
+        "q": 2 * heads, "o": 2 * heads, "y_codes": y,
         "y_scales": scale_stride(y), "last": 2 * d, "compressed": 8 * spec.head_dim, "index_y": 2 * index,
         "index_q": 2 * index, "index_weights": 4 * spec.index_n_heads, "scores": 4 * capacity,
         "best": 4 * capacity // spec.candidate_block_size, "best32": 4 * capacity // BEST,

@@ -98,6 +98,6 @@ def windows(k: Launches, m: Model) -> None:
     for number, stage in enumerate(weights.stages):
         k.project("wq_a_wkv", stage.wq_a_wkv, w.feature_codes, w.feature_scales, w.latent)
         k.latents(
-            w.latent, (stage.q_norm, stage.kv_norm), weights.rope_plain, w.c_codes, w.c_scales,
+            w.latent, (stage.q_norm, stage.kv_norm), weights.rope_plain, 0, 0,
             c.window(m.spec.num_hidden_layers + number), c.pitch, c.ring,
         )  # fmt: skip

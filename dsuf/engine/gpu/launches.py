@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from dsuf.engine.gpu.buffers import Rows
 from dsuf.engine.gpu.ranks import ALONE, Exchange, Launch, Rank
 from dsuf.errors import ConfigError
-from dsuf.kernels import attend, catalogue, experts, index_query, mixes, route, rows_q8
+from dsuf.kernels import attend, catalogue, experts, index_query, mixes, queries, route
 from dsuf.kernels.catalogue import Width
 from dsuf.kernels.engram import EMBED_SPAN
-from dsuf.kernels.pack import ROWS
 from dsuf.kernels.project import launch_of, projections
+from dsuf.kernels.taps import SPAN as TAPS_SPAN
 from dsuf.layout import PageLayout, SourceLayout
 from dsuf.spec import Spec
 
@@ -65,13 +65,9 @@ class Launches:
     # ---- products and their operands
 
     def project(self, name: str, w: int, x: int, scales: int, y: int) -> None:
-        """y = x W^T of a projection of dsuf.kernels.project; `scales` 0 where x is bf16."""
+        """y = x W^T of a projection of dsuf.kernels.project; `scales` of x, of y for wo_a, else 0."""
         how = launch_of(self.width, self.projections[name], self.count)
         self.launch(how.name, w, x, scales, y, self.count, *how.arguments, grid=how.grid, shared=how.shared)
-
-    def quantise(self, x: int, codes: int, scales: int, k: int) -> None:
-        """codes, scales = q8(x), k columns."""
-        self.launch("q8.rows", x, codes, scales, k, grid=(-(-k // rows_q8.SPAN), self.count))
 
     def quantise_norm(self, x: int, g: int, codes: int, scales: int) -> None:
         """codes, scales = q8(rms(x; g)), D columns."""
@@ -80,7 +76,7 @@ class Launches:
     def join_taps(self, taps: tuple[int, ...], codes: int, scales: int) -> None:
         """codes, scales = q8 of the taps side by side."""
         d = self.spec.hidden_size
-        self.launch("taps.join", *taps, codes, scales, d, grid=(-(-d // rows_q8.SPAN), len(taps) * self.count))
+        self.launch("taps.join", *taps, codes, scales, d, grid=(-(-d // TAPS_SPAN), len(taps) * self.count))
 
     # ---- streams
 
@@ -126,11 +122,25 @@ class Launches:
     def latents(
         self, y: int, norms: tuple[int, int], table: int, codes: int, scales: int, windows: int, pitch: int, ring: int
     ) -> None:
-        """Query latent as codes, window latent into the ring."""
+        """Window latents into the ring, query latents as codes (codes 0: not wanted)."""
         r = self.rows
         self.launch(
             f"latents/{self.width}", y, *norms, table, r.sequence, r.position, codes, scales, windows, pitch, ring,
-            grid=(self.count, 2),
+            grid=(self.count, 2 if codes else 1),
+        )  # fmt: skip
+
+    def queries(
+        self, y: int, norms: tuple[int, int], table: int, ring: tuple[int, int, int], own: tuple[int, int],
+        index: tuple[int, int],
+    ) -> None:  # fmt: skip
+        """From latents: window rows into a ring (base, pitch, slots), and queries; own, index: weight (the indexer's 0:
+        it has none) and output.
+        """
+        r, (n, index_n) = self.rows, queries.widths(self.share)
+        index_n = index_n if index[0] else 0
+        self.launch(
+            queries.name_of(self.width, self.count), y, *norms, table, r.sequence, r.position, *ring, own[0], n, own[1],
+            index[0], index_n, index[1], self.count, grid=(queries.blocks(self.width, n + index_n), 1),
         )  # fmt: skip
 
     def compress(
@@ -196,20 +206,15 @@ class Launches:
 
     # ---- experts
 
-    def scores(self, gate: int, x: int, parts: int, count: int) -> None:
-        """The gate's scores of `count` experts, in parts."""
-        grid = (-(-count // ROWS), route.parts_of(self.spec.hidden_size))
-        self.launch(f"route.scores/{self.width}", gate, x, parts, self.count, count, grid=grid)
-
     def route(
-        self, parts: int, bias: int, experts: int, per_token: int, chosen: int, shares: int, plan: int, counter: int
+        self, gate: tuple[int, int], x: int, parts: int, experts: int, per_token: int, out: tuple[int, int, int],
+        counter: int,
     ) -> None:  # fmt: skip
-        """Chosen experts, their shares, and the plan of this rank's expert products."""
-        r = self.rows
+        """gate: weights and bias; out: chosen experts, their shares, and the plan of this rank's expert products."""
+        r, spec = self.rows, self.spec
         self.launch(
-            "route", parts, route.parts_of(self.spec.hidden_size), bias, r.image, r.sequence, chosen, shares, plan,
-            counter, self.count, experts, per_token, self.spec.routed_scaling_factor, *self.rank.part(experts),
-            grid=(1, 1),
+            f"route/{self.width}", gate[0], x, parts, gate[1], r.image, r.sequence, *out, counter, self.count, experts,
+            per_token, spec.routed_scaling_factor, *self.rank.part(experts), grid=route.grid(spec.hidden_size, experts),
         )  # fmt: skip
 
     def expert_products(

@@ -323,7 +323,7 @@ class Chunk:
         for number, stage in enumerate(weights.stages):
             self.project("wq_a_wkv", stage.wq_a_wkv, b.expanded, b.latent)
             self.k.latents(
-                b.latent, (stage.q_norm, stage.kv_norm), weights.rope_plain, b.codes, b.scales,
+                b.latent, (stage.q_norm, stage.kv_norm), weights.rope_plain, 0, 0,
                 c.window(spec.num_hidden_layers + number), c.pitch, c.ring,
             )  # fmt: skip
 

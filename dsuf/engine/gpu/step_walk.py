@@ -195,19 +195,17 @@ def attention(k: Launches, m: Model, role: LayerRole, *, compress: bool = True) 
 
 
 def queries(k: Launches, m: Model, weights: Any, table: int, window: int) -> None:
-    """Queries and the layer's own window rows, from work.x."""
+    """Queries, the indexer's too where the layer has one, and the layer's own window rows, from work.x."""
     w, c = m.work, m.caches
     k.project("wq_a_wkv", weights.wq_a_wkv, w.x_codes, w.x_scales, w.latent)
-    norms = (weights.q_norm, weights.kv_norm)
-    k.latents(w.latent, norms, table, w.c_codes, w.c_scales, c.window(window), c.pitch, c.ring)
-    k.project("wq_b", weights.wq_b, w.c_codes, w.c_scales, w.q)
+    norms, ring = (weights.q_norm, weights.kv_norm), (c.window(window), c.pitch, c.ring)
+    k.queries(w.latent, norms, table, ring, (weights.wq_b, w.q), (weights.index_wq_b, w.index_y))
 
 
 def output(k: Launches, m: Model, weights: Any) -> None:
     """work.o -> work.last."""
-    w, share = m.work, k.share
-    k.project("wo_a", weights.wo_a, w.o, 0, w.y)
-    k.quantise(w.y, w.y_codes, w.y_scales, share.o_groups * share.o_lora_rank)
+    w = m.work
+    k.project("wo_a", weights.wo_a, w.o, w.y_scales, w.y_codes)
     k.project("wo_b", weights.wo_b, w.y_codes, w.y_scales, w.last)
     k.sum_heads(w.last, f"the attention output of {weights.name}")
 
@@ -224,9 +222,8 @@ def compress_rows(k: Launches, m: Model, role: LayerRole) -> None:
 
 
 def select(k: Launches, m: Model, role: LayerRole, table: int) -> None:
-    """Each row's entries into work.selected, for this layer and those that reuse it."""
+    """Each row's entries into work.selected, for this layer and those that reuse it, from work.index_y."""
     w, c, weights, source = m.work, m.caches, m.weights.layers[role.index], m.caches.source(role)
-    k.project("index_wq_b", weights.index_wq_b, w.c_codes, w.c_scales, w.index_y)
     k.index_query(w.index_y, table, w.index_q)
     k.project("index_weights", weights.index_weights, w.x, 0, w.index_weights)
     candidates = (w.candidates, w.kept_of)
@@ -239,8 +236,8 @@ def select(k: Launches, m: Model, role: LayerRole, table: int) -> None:
 def moe(k: Launches, m: Model, weights: Any, experts: int, per_token: int, counter: int) -> int:
     """work.x -> work.parts (routed experts; how many of a row) and work.last (the shared one)."""
     w = m.work
-    k.scores(weights.gate, w.x, w.gate, experts)
-    k.route(w.gate, weights.gate_bias, experts, per_token, w.experts, w.shares, w.plan, counter)
+    gate, out = (weights.gate, weights.gate_bias), (w.experts, w.shares, w.plan)
+    k.route(gate, w.x, w.gate, experts, per_token, out, counter)
     routed, shared = (weights.experts_w13, weights.experts_w2), (weights.shared_gate_up, weights.shared_down)
     k.expert_products(routed, shared, w.x_half, w.plan, w.shares, w.h, (w.parts, w.last), per_token)
     return k.sum_experts(w.parts, w.experts, experts, per_token, f"the experts' output of {weights.name}")
