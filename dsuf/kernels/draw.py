@@ -19,8 +19,9 @@ from dsuf.kernels.ptx.convert import exp2_approx, mul_hi
 from dsuf.kernels.ptx.memory import ldg_f32, ldg_u32, lds_f32, lds_u32x4, sts_f32, sts_u32
 from dsuf.kernels.ptx.sync import (
     cluster_address,
-    cluster_arrive,
+    cluster_arrive_relaxed,
     cluster_wait,
+    fence_release_shared,
     ld_cluster_u32,
     shuffle_up_u32,
     sync_threads,
@@ -116,16 +117,26 @@ def scan_pair(a: Any, b: Any, scratch: Any, tid: Any, warps: Any) -> Any:
 
 
 @inline
-def over_ranks(share: Any, high: Any, low: Any, rank: Any, tid: Any, blocks: Any) -> Any:
-    """Sums of a mass of every block: over the blocks before this one, and over all.
+def meet() -> None:
+    """A barrier of the cluster after which each thread sees what others wrote to their shared memory before it.
 
-    share: 8 bytes that no block of the cluster reads any more.
+    The release is of shared memory alone: a fence restricted to it, then a relaxed arrival, is a release pattern on
+    those writes, and the wait acquires; stores to global memory are not waited for. It does not order loads from other
+    blocks before what is written next. So a word that others read is written once in a launch, before one `meet`, and
+    the launch's last barrier, with which they say that they have read it, is a `cluster_arrive`.
     """
+    fence_release_shared()
+    cluster_arrive_relaxed()
+    cluster_wait()
+
+
+@inline
+def over_ranks(share: Any, high: Any, low: Any, rank: Any, tid: Any, blocks: Any) -> Any:
+    """Sums of a mass of every block: over the blocks before this one, and over all. share: 8 bytes as `meet` says."""
     if tid == 0:
         sts_u32(share, uint32(high + (low >> LOW)))
         sts_u32(uint32(share + 4), uint32(low & LOW_MASK))
-    cluster_arrive()
-    cluster_wait()
+    meet()
     other = int32(tid & 31)
     a = uint32(0)
     b = uint32(0)

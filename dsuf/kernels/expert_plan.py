@@ -58,7 +58,7 @@ def make_groups(
         sts_u32(uint32(scratch + 4 * i), uint32(0))
     sync_threads()
     mine = int32(-1)
-    row = int32(tid // topk)
+    row = int32(uint32(tid) // uint32(topk))
     bit = uint32(uint32(1) << (row & 31))
     if tid < live:
         mine = int32(lds_u32(uint32(pair_experts + tid * 4)))

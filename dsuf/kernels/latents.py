@@ -124,7 +124,7 @@ def window_row(
     place = int32(ldg_u32(position))
     place = int32(place if owner >= 0 else 0)
     inverse = inverse_rms(y, d, eps, lane)
-    row = windows + int64(owner) * pitch + int64(place % ring) * (-(-(d + d // 32) // 16) * 16)
+    row = windows + int64(owner) * pitch + int64(uint32(place) % uint32(ring)) * (-(-(d + d // 32) // 16) * 16)
     v = regs(8)
     for i in range(opaque(int32(-(-d // SPAN)))):
         piece = int32(lane + 32 * i)

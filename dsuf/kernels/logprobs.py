@@ -11,7 +11,7 @@ whose token is taken looks for its next.
 
     hand-off            who writes     who waits      reused
     stretch of logits   the block      the block      never
-    shares [2]          each block     the cluster    two exchanges later
+    shares              each block     the cluster    never (draw.meet)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import Any
 
 from dsuf.kernels.catalogue import Entry, Width
-from dsuf.kernels.draw import MOST_VOCABULARY, load_row, stretch_of
+from dsuf.kernels.draw import MOST_VOCABULARY, load_row, meet, stretch_of
 from dsuf.kernels.lang import Kernel, inline, int32, int64, kernel, s32, s64, uint32, unroll
 from dsuf.kernels.ptx.convert import as_float, exp2_approx, log2_approx
 from dsuf.kernels.ptx.memory import (
@@ -86,7 +86,7 @@ def make(*, cluster: int, threads: int, most: int) -> Kernel:
     WARPS, MOST_STRETCH = threads // 32, -(-most // cluster)
     AT_SUM = 8 * WARPS
     AT_SHARE = AT_SUM + 4 * WARPS
-    AT_ROW = AT_SHARE + 32
+    AT_ROW = AT_SHARE + 8 * (2 + MOST_LOGPROBS)
 
     @kernel(
         threads=threads, grid=(cluster * MOST_ROWS,), shared=AT_ROW + 4 * MOST_STRETCH, cluster=cluster,
@@ -125,18 +125,16 @@ def make(*, cluster: int, threads: int, most: int) -> Kernel:
                 s = lds_f32(sums)
                 for w in range(1, WARPS):
                     s = s + lds_f32(uint32(sums + 4 * w))
-                sts_f32(uint32(share + 16), s)
-            cluster_arrive()
-            cluster_wait()
-            s = as_float(ld_cluster_u32(cluster_address(uint32(share + 16), uint32(0))))
+                sts_f32(uint32(share + 8), s)
+            meet()
+            s = as_float(ld_cluster_u32(cluster_address(uint32(share + 8), uint32(0))))
             for r in unroll(1, cluster):
-                s = s + as_float(ld_cluster_u32(cluster_address(uint32(share + 16), uint32(r))))
+                s = s + as_float(ld_cluster_u32(cluster_address(uint32(share + 8), uint32(r))))
             log_sum = log2_approx(s) * LN_2
             writes = rank == 0 and tid == 0
             if writes:
                 stg_f32(to + 4 * L_TOP, top)
                 stg_f32(to + 4 * L_LOG_SUM, log_sum)
-            turn = int32(1)
             for n in range(min(wanted, MOST_LOGPROBS)):
                 if writes:
                     x = as_float(uint32(best ^ (0x80000000 if best >= 0x80000000 else 0xFFFFFFFF)))
@@ -144,8 +142,7 @@ def make(*, cluster: int, threads: int, most: int) -> Kernel:
                     stg_f32(to + 4 * (L_LOGPROBS + int64(n)), (x - top) - log_sum)
                 if token == int32(first):
                     key, token = best_left(line, low_end, high_end, start, key, token)
-                best, first = best_of(sm, uint32(share + 8 * turn), key, token, tid, WARPS, cluster)
-                turn = int32(turn ^ 1)
+                best, first = best_of(sm, uint32(share + 16 + 8 * n), key, token, tid, WARPS, cluster)
         cluster_arrive()
         cluster_wait()
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsuf.kernels.draw import LOW, LOW_MASK, joined, over_ranks, scan_pair, split_mass, weight
+from dsuf.kernels.draw import LOW, LOW_MASK, joined, meet, over_ranks, scan_pair, split_mass, weight
 from dsuf.kernels.lang import float32, inline, int32, int64, regs, uint32, unroll
 from dsuf.kernels.ptx.convert import fmin
 from dsuf.kernels.ptx.memory import atom_add_shared, lds_f32, lds_u32, sts_u32
@@ -139,7 +139,7 @@ def last_kept(
 ) -> Any:  # fmt: skip
     """Key and token of the `stay`-th of the tokens that share all digits: equal logits, lowest token first, or one.
 
-    share: two times 8 bytes.
+    share: two times 8 bytes as `meet` says.
     """
     mine = int32(0)
     for i in range(low_end, high_end):
@@ -167,8 +167,7 @@ def last_kept(
     key = uint32(0)
     if tid == 0:
         put_pair(uint32(share + 8), lds_u32(found), lds_u32(uint32(found + 4)))
-    cluster_arrive()
-    cluster_wait()
+    meet()
     for r in unroll(blocks):
         token = uint32(token + ld_cluster_u32(cluster_address(uint32(share + 8), uint32(r))))
         key = uint32(key + ld_cluster_u32(cluster_address(uint32(share + 12), uint32(r))))
@@ -190,7 +189,7 @@ def narrowed(
     threads: Any, warps: Any, blocks: Any,
 ) -> Any:  # fmt: skip
     """Threshold and cut of the `wanted` largest kept tokens (by_mass 0), or of the fewest whose mass reaches top_p of
-    theirs; and which of the two sets of bins at `bins` comes next. found: 32 bytes; share: two times 8.
+    theirs; and which of the two sets of bins at `bins` comes next. found: 32 bytes; share: two times 8, as `meet` says.
     """
     goal = int64(wanted)
     near = int32(0)  # digits of the distance, then of the key
@@ -206,7 +205,7 @@ def narrowed(
             hist, line, first_one, last_one, start, threshold, cut, top, scale, by_mass, digit, near, prefix, tid,
             threads,
         )  # fmt: skip
-        cluster_arrive()
+        cluster_arrive()  # of all: bins are used again, after they have been read
         cluster_wait()
         count, mine = bins_of_cluster(hist, by_mass, tid, blocks)
         measure = int64(mine if by_mass == 1 else count)

@@ -4,7 +4,7 @@
 
     kind   W                                            x                                                   y
     q8     e4m3, ue8m0 per 32x32 (pack_fp8)             e4m3 [rows, K], ue8m0 [rows, scale_stride(K)]       bf16
-    wo_a   the same, block-diagonal [groups * N, K]     f16 [rows, groups, K] (attend.py writes bf16 values)    as x of q8
+    wo_a   the same, block-diagonal [groups * N, K]     f16 [rows, groups, K] of bf16 values (attend.py)    as x of q8
     bf16   bf16 [N, K] (pack_bf16)                      bf16 [rows, K]                                      float32
 
 y [rows, groups * N] holds a whole tile of rows; the first `live` are read and computed, the others get copies. N, K,

@@ -97,4 +97,4 @@ def store_q8(
             stg_u8(to, two)
             stg_u8(to + 8, uint32(two >> 8))
             if g == 0 and first & 16 == 0:
-                stg_u8(scales + (row * (((width >> 5) + 3) // 4 * 4) + (first >> 5)), e)
+                stg_u8(scales + (row * (((width >> 5) + 3) >> 2 << 2) + (first >> 5)), e)

@@ -19,7 +19,8 @@ A cluster holds the row in shared memory; the selection is nucleus.py.
 
     hand-off                who writes    who waits     reused
     stretch of logits       the block     the block     never
-    bins [2], shares [2]    the block     the cluster   two exchanges later: every block has then passed the one between
+    bins [2]                the block     the cluster   two digits later: every block has then passed the one between
+    shares                  the block     the cluster   never (draw.meet)
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from dsuf.kernels.draw import (
     allowed_bit,
     joined,
     load_row,
+    meet,
     over_ranks,
     philox,
     scan_pair,
@@ -121,7 +123,7 @@ def logit_of(line: Any, i: Any, start: Any, mask: Any, allowed: Any, words: Any)
 
 @inline
 def best_of(scratch: Any, share: Any, key: Any, token: Any, tid: Any, warps: Any, blocks: Any) -> Any:
-    """Largest key of the cluster and the lowest token that has it. `share`: 8 bytes that nobody reads any more."""
+    """Largest key of the cluster and the lowest token that has it. `share`: 8 bytes as `meet` says."""
     top = warp_max_u32(key)
     low = warp_min_u32(uint32(token if key == top else NONE))
     if tid & 31 == 0:
@@ -140,8 +142,7 @@ def best_of(scratch: Any, share: Any, key: Any, token: Any, tid: Any, warps: Any
     if tid == 0:
         sts_u32(share, best)
         sts_u32(uint32(share + 4), best_token)
-    cluster_arrive()
-    cluster_wait()
+    meet()
     top = uint32(0)
     low = uint32(NONE)
     if lane < blocks:
@@ -249,7 +250,7 @@ def make_filter(*, cluster: int, threads: int, most: int) -> Kernel:
     WARPS, MOST_STRETCH = threads // 32, -(-most // cluster)
     AT_WARP = 2 * BIN_BYTES
     AT_SHARE = AT_WARP + 8 * WARPS
-    AT_FOUND = AT_SHARE + 48
+    AT_FOUND = AT_SHARE + 64
     AT_ROW = AT_FOUND + 32
 
     @kernel(
@@ -265,7 +266,7 @@ def make_filter(*, cluster: int, threads: int, most: int) -> Kernel:
         row = int64(block_index() // cluster * stride + first)
         sm = shared_base()
         scratch = uint32(sm + AT_WARP)
-        share = uint32(sm + AT_SHARE)  # two for the argmax, two for ties, two for masses
+        share = uint32(sm + AT_SHARE)  # two for the argmax, two for ties by count, two by mass, one for masses
         line = uint32(sm + AT_ROW)
         start, held, low_end, high_end = stretch_of(vocabulary, rank, tid, cluster, threads)
         # table and slots are older than the kernel before
@@ -304,11 +305,12 @@ def make_filter(*, cluster: int, threads: int, most: int) -> Kernel:
                     if wanted > 0 or (by_mass == 1 and top_p < 1.0):
                         threshold, cut, side = narrowed(
                             line, low_end, high_end, start, threshold, cut, top, scale, by_mass, wanted, top_p, side,
-                            sm, scratch, uint32(sm + AT_FOUND), uint32(share + 16), rank, tid, threads, WARPS, cluster,
+                            sm, scratch, uint32(sm + AT_FOUND), uint32(share + 16 + 16 * by_mass), rank, tid, threads,
+                            WARPS, cluster,
                         )  # fmt: skip
                 high, low = weights_of_kept(line, low_end, high_end, start, threshold, cut, top, scale)
                 a, b, c, d = scan_pair(high, low, scratch, tid, WARPS)
-                before, total = over_ranks(uint32(share + 32), c, d, rank, tid, cluster)
+                before, total = over_ranks(uint32(share + 48), c, d, rank, tid, cluster)
                 if rank == 0 and tid == 0:
                     put_filter(record, top, scale, threshold, cut, total)
                 if picked != 0:

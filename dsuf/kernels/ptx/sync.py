@@ -158,6 +158,13 @@ def cluster_arrive_relaxed() -> None:
     """barrier.cluster.arrive.relaxed.aligned: orders no memory, so it does not wait for stores (release: MEMBAR.GPU)"""
 
 
+@ptx("=", "fence.release.sync_restrict::shared::cta.cluster;")
+def fence_release_shared() -> None:
+    """fence.release.sync_restrict::shared::cta: with a relaxed arrival after it, what this thread wrote to its block's
+    shared memory is released to the cluster, as by `cluster_arrive`, and nothing else is (MEMBAR.CTA, not .GPU)
+    """
+
+
 @ptx("=", "barrier.cluster.wait.acquire.aligned;", unit="warp")
 def cluster_wait(lanes: Lanes) -> Any:
     """barrier.cluster.wait.acquire.aligned"""
