@@ -15,7 +15,7 @@ import numpy as np
 
 from dsuf.kernels.lang import inline, int32, int64, uint32, unroll
 from dsuf.kernels.ptx.convert import popc
-from dsuf.kernels.ptx.memory import atom_add, atom_add_shared, lds_u32, stg_u32, sts_u32
+from dsuf.kernels.ptx.memory import atom_add_shared, count_up, lds_u32, stg_u32, sts_u32
 from dsuf.kernels.ptx.sync import ballot, shuffle_u32, sync_threads
 
 PLAN_ARRIVED, PLAN_HEAD, PLAN_RECORD = 1, 4, 12  # int32s
@@ -77,7 +77,7 @@ def make_groups(
     if tid & 31 == 31:
         sts_u32(uint32(scratch + 12 * experts + (tid >> 5) * 4), uint32(sum_))
         if counter != 0 and hit > 0:
-            atom_add(counter, hit)
+            count_up(counter, hit)
     sync_threads()
     for w in range(min(tid >> 5, (experts + 31) >> 5)):
         sum_ = int32(sum_ + int32(lds_u32(uint32(scratch + 12 * experts + 4 * w))))

@@ -244,6 +244,12 @@ def atom_add(lanes: Lanes, address: Any, value: Any) -> Any:
     return lanes.atomic_add(address, value, shared=False)
 
 
+@ptx("= s64, u32", "red.relaxed.gpu.global.add.u32 [<0>], <1>;")
+def count_up(lanes: Lanes, address: Any, value: Any) -> None:
+    """red.relaxed.gpu.global.add.u32: counts that nobody waits for; `atom_add` waits for all of a thread's stores"""
+    lanes.atomic_add(address, value, shared=False)
+
+
 def _release(name: str, text: str, *, add: bool) -> Op:
     def twin(lanes: Lanes, address: Any, value: Any) -> None:
         if add:
