@@ -26,7 +26,7 @@ INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+
 DENSE = ("dense.fp8", "dense.bf16", "grouped.gate_up", "grouped.down")  # products of many rows
 CHUNKS = ("chunk.attend", "chunk.scores")
 FP4 = ("experts.",)
-BULK = ("project.", "experts.")  # weights that arrive by asynchronous copies
+BULK = ("project.", "queries/", "experts.")  # weights that arrive by asynchronous copies
 LEAN = (*BULK, "attend/", "seam/")  # most of a decode step
 
 
