@@ -18,7 +18,10 @@ Gpus = Annotated[
     str | None,
     typer.Option("--gpus", help="A count (4), devices (0,1 or 3,), or 0 for the CPU. Default: what is there."),
 ]
-Numerics = Annotated[str, typer.Option("--numerics", help="exact32, qdq32, qdq64 or bf16: how the CPU backend rounds.")]
+Numerics = Annotated[
+    str | None,
+    typer.Option("--numerics", help="How the CPU backend rounds: exact32, qdq32, qdq64 (default) or bf16, as a GPU."),
+]
 Prefill = Annotated[
     str, typer.Option("--prefill", help="exact: all layers on all prompt tokens; truncated: as deployed.")
 ]

@@ -41,7 +41,7 @@ def run(
     seed: Annotated[int, typer.Option("--seed", help="Key of the random numbers.")] = 0,
     draft: options.Draft = "on",
     verify: options.Verify = "auto",
-    numerics: options.Numerics = "qdq64",
+    numerics: options.Numerics = None,
     prefill: options.Prefill = "truncated",
     max_context: options.MaxContext = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one object with tokens, steps and times.")] = False,

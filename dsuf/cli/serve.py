@@ -45,7 +45,7 @@ def serve(
     ] = False,
     draft: options.Draft = "on",
     verify: options.Verify = "auto",
-    numerics: options.Numerics = "qdq64",
+    numerics: options.Numerics = None,
     prefill: options.Prefill = "truncated",
     prefill_budget: options.PrefillBudget = None,
     max_queued_requests: Annotated[

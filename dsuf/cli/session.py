@@ -64,7 +64,7 @@ class Session:
 
 def engine_options(
     gpus: str | None,
-    numerics: str,
+    numerics: str | None,
     prefill: str,
     draft: str,
     verify: str,
@@ -76,9 +76,9 @@ def engine_options(
     from dsuf.engine.options import EngineOptions
 
     environment = read_environment()
-    on_cpu = gpus is None and numerics != EngineOptions.numerics  # only the CPU has a choice of numerics
-    chosen = () if on_cpu else choose_gpus(gpus)
-    if chosen and numerics not in (EngineOptions.numerics, GPU_NUMERICS):
+    of_gpus = numerics is None or numerics == GPU_NUMERICS  # only the CPU has a choice of numerics
+    chosen = choose_gpus(gpus) if of_gpus or gpus is not None else ()
+    if chosen and not of_gpus:
         raise ConfigError(
             f"--numerics {numerics} is one of the CPU backend; a GPU rounds where the official code rounds "
             f"({GPU_NUMERICS}). Use --gpus 0, or leave it out."
@@ -86,7 +86,7 @@ def engine_options(
     budget_s = GPU_BUDGET_S if chosen else EngineOptions.prefill_budget_s
     return EngineOptions(
         ckpt=Path(),
-        numerics=GPU_NUMERICS if chosen else numerics,
+        numerics=GPU_NUMERICS if chosen else numerics or EngineOptions.numerics,
         prefill=prefill,
         draft=parse_switch("--draft", draft),
         verify=parse_verify(verify),

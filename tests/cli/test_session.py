@@ -18,7 +18,7 @@ def an_h200(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "find_gpus", lambda: gpus)
 
 
-def options(ckpt, gpus=None, numerics="qdq64"):
+def options(ckpt, gpus=None, numerics=None):
     return session.prepare(ckpt, session.engine_options(gpus, numerics, **FLAGS))
 
 
@@ -39,6 +39,9 @@ def test_a_gpu_that_was_named_stays_named(an_h200, environ):
 
 def test_numerics_of_the_cpu_choose_the_cpu(an_h200, environ):
     assert options("toy", numerics="exact32").gpus == ()
+    chosen = options("toy", numerics="qdq64")
+    assert chosen.gpus == () and chosen.numerics == "qdq64"
+    assert options("toy", numerics="bf16").gpus == (0,)
     with pytest.raises(ConfigError, match=r"--numerics exact32 is one of the CPU backend.*--gpus 0"):
         options("toy", gpus="1", numerics="exact32")
 

@@ -47,7 +47,7 @@ def decode(
     gpus: options.Gpus = None,
     draft: options.Draft = "on",
     verify: options.Verify = "auto",
-    numerics: options.Numerics = "qdq64",
+    numerics: options.Numerics = None,
     prefill: options.Prefill = "truncated",
     *,
     bench: BenchOptions,
@@ -78,8 +78,8 @@ def decode(
         sample["time_over_floor"] = sample["step_ms"] * 1e3 / floor["us"]
     params = {
         "max_new": max_new, "batch": batch, "ignore_eos": ignore_eos, "temperature": temperature, "draft": draft,
-        "verify": verify, "numerics": numerics, "prefill": prefill, "repeat": bench.repeat, "warmup": bench.warmup,
-        "seed": bench.seed, "gpus": gpus, "prompt": str(prompt or tokens or "recipe tetris"),
+        "verify": verify, "numerics": session.engine.options.numerics, "prefill": prefill, "repeat": bench.repeat,
+        "warmup": bench.warmup, "seed": bench.seed, "gpus": gpus, "prompt": str(prompt or tokens or "recipe tetris"),
     }  # fmt: skip
     result = new_result(
         "decode", bench.label, backend=session.engine.limits.backend, model=session.model(), params=params,

@@ -20,7 +20,7 @@ def kv(
     size: Annotated[str, typer.Option("--size", help="Bytes of one transfer between two servers.")] = "64m",
     ckpt: options.Ckpt = options.DEFAULT_CKPT,
     gpus: options.Gpus = None,
-    numerics: options.Numerics = "qdq64",
+    numerics: options.Numerics = None,
     prefill_mode: options.Prefill = "truncated",
     *,
     bench: BenchOptions,
@@ -35,7 +35,8 @@ def kv(
     for sample in samples:
         sample |= path_rates(nbytes) | look_ups()
     params = {
-        "tokens": list(lengths), "size": nbytes, "numerics": numerics, "prefill": prefill_mode, "seed": bench.seed,
+        "tokens": list(lengths), "size": nbytes, "numerics": engine.numerics, "prefill": prefill_mode,
+        "seed": bench.seed,
     }  # fmt: skip
     result = new_result("kv", bench.label, backend=backend, model=model, params=params, samples=samples)
     write_result(result, bench.output, bench.ci_json)

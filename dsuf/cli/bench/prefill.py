@@ -29,7 +29,7 @@ def prefill(
     profile: Annotated[bool, typer.Option("--profile", help="With --config: time by kernel.")] = False,
     ckpt: options.Ckpt = options.DEFAULT_CKPT,
     gpus: options.Gpus = None,
-    numerics: options.Numerics = "qdq64",
+    numerics: options.Numerics = None,
     prefill_mode: options.Prefill = "truncated",
     *,
     bench: BenchOptions,
@@ -51,8 +51,8 @@ def prefill(
         for length in lengths:
             sample[f"prefill_{length}_time_over_floor"] = sample[f"prefill_{length}_s"] * 1e6 / floors[length]["us"]
     params = {
-        "tokens": list(lengths), "numerics": numerics, "prefill": prefill_mode, "repeat": bench.repeat,
-        "warmup": bench.warmup, "seed": bench.seed, "gpus": gpus,
+        "tokens": list(lengths), "numerics": session.engine.options.numerics, "prefill": prefill_mode,
+        "repeat": bench.repeat, "warmup": bench.warmup, "seed": bench.seed, "gpus": gpus,
     }  # fmt: skip
     result = new_result(
         "prefill", bench.label, backend=session.engine.limits.backend, model=session.model(), params=params,
