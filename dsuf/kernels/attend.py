@@ -28,6 +28,15 @@ products with q a warp owns d / 8 columns and every other 16 keys, in those with
 
 from __future__ import annotations
 
+from dsuf.kernels.attend_heads import (
+    LEAST,
+    add_parts,
+    part_address,
+    probabilities,
+    scale_part,
+    store_part,
+    weight_of_part,
+)
 from dsuf.kernels.attend_keys import (  # fmt: skip
     UNIT,
     ask_key,
@@ -37,9 +46,6 @@ from dsuf.kernels.attend_keys import (  # fmt: skip
     find_key,
     heads_of_block,
     most_dealt,
-    part_address,
-    scale_part,
-    store_part,
     turn,
 )
 from dsuf.kernels.catalogue import Entry, Width
@@ -47,15 +53,11 @@ from dsuf.kernels.lang import Kernel, int32, int64, kernel, regs, s32, s64, uint
 from dsuf.kernels.latents import MOST_ROWS, window_row_bytes
 from dsuf.kernels.ptx.convert import (
     as_bits,
-    as_float,
     bf16_high,
     bf16_low,
     bf16x2,
     exp2_approx,
-    f16_high,
-    f16_low,
     f16x2,
-    fma,
     fmax,
     rcp_approx,
 )
@@ -90,22 +92,18 @@ from dsuf.kernels.ptx.sync import (
     cluster_rank,
     cluster_wait,
     let_next_kernel_start,
-    shuffle_f32,
     sync_threads,
     sync_warp,
     thread_index,
     wait_for_previous_kernel,
 )
-from dsuf.kernels.quantise import max_over, sum_over
 from dsuf.kernels.rope import phase
 from dsuf.ops.attend import attend
 from dsuf.spec import Spec
 
 CLUSTER = 8  # blocks that share the keys of a row: the portable most
 LOG2_E = 1.4426950408889634
-MASKED, LEAST, SMALLEST = -3.0e38, -1.0e30, 1.0e-30
-HEAD_LANES = (1, 2, 4, 8)  # sixteen lanes make one head's probabilities
-PART_LANES = (1, 2, 4)  # eight, a block's each, know what the parts of a head weigh
+SMALLEST = 1.0e-30
 
 
 def blocks(h: int) -> int:
@@ -278,32 +276,10 @@ def make(*, h: int, d: int, rope: int, most: int, window: int, topk: int) -> Ker
         sync_threads()
         # probabilities: sixteen lanes a head, quads of keys
         for one in range(warp * 2 + (lane >> 4), HEADS, 2 * WARPS):
-            v = regs(4 * QUADS, MASKED)
-            top = LEAST
-            for i in unroll(QUADS):
-                key = int32(4 * ((lane & 15) + 16 * i))
-                if key < padded:
-                    summed = regs(4, 0.0)
-                    for w in unroll(PARTS):
-                        quad = lds_u32x4(uint32(sm + AT_SCORE + ((w * HEADS + one) * LINE + key) * 4))
-                        for j in unroll(4):
-                            summed[j] = summed[j] + as_float(quad[j])
-                    for j in unroll(4):
-                        v[4 * i + j] = summed[j] * SCALE if key + j < mine else MASKED
-                        top = fmax(top, v[4 * i + j])
-            sync_warp()
-            top = max_over(top, HEAD_LANES)
-            weight = 0.0
-            for i in unroll(QUADS):
-                key = int32(4 * ((lane & 15) + 16 * i))
-                e = regs(4)
-                for j in unroll(4):
-                    e[j] = exp2_approx(v[4 * i + j] - top)
-                weight = weight + ((e[0] + e[1]) + (e[2] + e[3]))
-                if key < padded:
-                    sts_u32x2(uint32(sm + AT_P + (one * LINE + key) * 2), (bf16x2(e[1], e[0]), bf16x2(e[3], e[2])))
-            sync_warp()
-            weight = sum_over(weight, HEAD_LANES)
+            top, weight = probabilities(
+                uint32(sm + AT_SCORE + one * (4 * LINE)), 4 * HEADS * LINE, PARTS, QUADS, SCALE, padded, mine,
+                uint32(sm + AT_P + one * (2 * LINE)), lane,
+            )  # fmt: skip
             if lane & 15 == 0:
                 owner_rank = uint32(one // OWN)
                 if alone:  # the part is the result: it weighs all
@@ -360,17 +336,10 @@ def make(*, h: int, d: int, rope: int, most: int, window: int, topk: int) -> Ker
         cluster_arrive_relaxed()  # what this block was sent has arrived
         # lane r of eight: what a part of block r weighs in the sum of this head
         stats = lds_u32x2(uint32(sm + AT_ALL_STATS + 8 * ((lane & 7) * OWN + one)))
-        top = max_over(as_float(stats[0]), PART_LANES)
-        amount = as_float(stats[1]) * exp2_approx(as_float(stats[0]) - top)
-        amount = amount * rcp_approx(sum_over(amount, PART_LANES) + exp2_approx(logit - top))
+        amount = weight_of_part(stats, logit)
         v = regs(4, 0.0)
         landed = part_address(sm + AT_PARTS - rank * OWN_BYTES, int32(rank * OWN + one), column, OUT_LINE)
-        for r in unroll(CLUSTER):
-            f = shuffle_f32(amount, uint32((lane & 24) + r))
-            held = lds_u32x2(uint32(landed + r * OWN_BYTES))
-            for j in unroll(2):
-                v[2 * j] = fma(f16_low(held[j]), f, v[2 * j])
-                v[2 * j + 1] = fma(f16_high(held[j]), f, v[2 * j + 1])
+        add_parts(v, landed, OWN_BYTES, CLUSTER, amount, lane)
         if owner >= 0 and tid < ITEMS and head < h:
             word = regs(2)
             for j in unroll(2):

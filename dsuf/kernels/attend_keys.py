@@ -4,27 +4,25 @@
 In shared memory: rows of d bf16 in chunks of 16 bytes, chunk c of key n at c ^ swizzle(n), where the products with q
 (8 keys, neighbouring chunks) and the transposed loads for the values (8 keys, one chunk) touch all banks once. A thread
 has 16 columns, a piece, of several keys, the i-th of them in pass i. Places of the window stand in the first passes,
-entries in the last: a pass has the code for the one, the other or both. Parts of the result lie here too, by heads.
+entries in the last: a pass has the code for the one, the other or both.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from dsuf.kernels.lang import inline, int32, int64, regs, uint32, unroll
+from dsuf.kernels.lang import inline, int64, regs, uint32, unroll
 from dsuf.kernels.ptx.convert import (
     bf16_high,
     bf16_low,
     bf16x2,
     e4m3x4_bf16,
     e4m3x4_bf16_scaled,
-    f16x2,
     fp4x8_bf16_scaled,
     mul_bf16x2,
     prmt,
-    round_bf16,
 )
-from dsuf.kernels.ptx.memory import ldg_u8, ldg_u32, ldg_u32x2, ldg_u32x4, lds_u32x4, sts_u32
+from dsuf.kernels.ptx.memory import ldg_u8, ldg_u32, ldg_u32x2, ldg_u32x4, lds_u32x4
 from dsuf.kernels.rope import rotated
 from dsuf.layout import PAGE_TOKENS
 
@@ -56,36 +54,10 @@ def chunk_address(base: Any, key: Any, chunk: Any, pitch: Any) -> Any:
 
 
 @inline
-def part_address(base: Any, head: Any, column: Any, pitch: Any) -> Any:
-    """Shared address of a column of a head's part: chunks of 16 bytes, so that eight heads fill all banks."""
-    return uint32(base + head * pitch + ((column >> 3) ^ (head & 7)) * 16 + (column & 7) * 2)
-
-
-@inline
 def turn(word: Any, c: Any, s: Any) -> Any:
     """A bf16 pair rotated by a phase."""
     a, b = rotated(bf16_low(word), bf16_high(word), c, s)
     return bf16x2(b, a)
-
-
-@inline
-def scale_part(o: Any, first: Any, count: Any, f0: Any, f1: Any, alone: Any) -> None:
-    """Product tiles from o[first] on times the factors of rows g and g + 8; alone: the result, rounded to bf16."""
-    for c in unroll(first, first + count):
-        o[c] = (o[c][0] * f0, o[c][1] * f0, o[c][2] * f1, o[c][3] * f1)
-    if alone:
-        for c in unroll(first, first + count):
-            o[c] = (round_bf16(o[c][0]), round_bf16(o[c][1]), round_bf16(o[c][2]), round_bf16(o[c][3]))
-
-
-@inline
-def store_part(o: Any, first: Any, count: Any, base: Any, head: Any, column: Any, pitch: Any) -> None:
-    """The same tiles as f16, eight columns each, to the parts of heads `head` and head + 8."""
-    for c in unroll(count):
-        to = part_address(base, head, int32(column + 8 * c), pitch)
-        four = o[first + c]
-        sts_u32(to, f16x2(four[1], four[0]))
-        sts_u32(uint32(to + 8 * pitch), f16x2(four[3], four[2]))
 
 
 @inline

@@ -9,8 +9,8 @@ are computed, the others get copies. wq_b and index_wq_b are pack_fp8 of [n, Q] 
 rows. Row table, rings and their reference: latents.py. Reference of the product: dsuf.ops.product.product.
 Bytes: the weights, 42 MB; 3 Q a row from L2 for each block. Operations: 2 rows (n + index_n) Q.
 
-The product is that of project_kernel.py without teams: K = Q is short, so a tile is one warp's, and q has tiles for all. Tiles
-go round the blocks before they go round a block's warps, so that an uneven rest is spread over all SMs.
+The product is that of project_kernel.py without teams: K = Q is short, so a tile is one warp's, and q has tiles for
+all. Tiles go round the blocks before they go round a block's warps, so that an uneven rest is spread over all SMs.
 
     hand-off            who writes      who waits         reused
     ring stage          bulk copy       its warp          once every lane of the warp has loaded it (sync_warp)
