@@ -99,7 +99,6 @@ from dsuf.kernels.ptx.sync import (
 )
 from dsuf.kernels.rope import phase
 from dsuf.ops.attend import attend
-from dsuf.spec import Spec
 
 CLUSTER = 8  # blocks that share the keys of a row: the portable most
 LOG2_E = 1.4426950408889634
@@ -111,10 +110,10 @@ def blocks(h: int) -> int:
     return CLUSTER * -(-h // heads_of_block(h))
 
 
-def most_keys(spec: Spec) -> int:
-    """Keys of a row that the entries are made for, in whole shares of at least 32 keys a block."""
-    share = most_dealt(spec.sliding_window) + most_dealt(spec.index_topk)
-    return CLUSTER * max(32, -(-max(share, most_dealt(spec.sliding_window + spec.dspark_block_size)) // 16) * 16)
+def most_keys(window: int, block: int, topk: int) -> int:
+    """Keys of a row that a kernel is made for, in whole shares of at least 32 keys a block; block: of drafted rows."""
+    share = max(most_dealt(window) + most_dealt(topk), most_dealt(window + block))
+    return CLUSTER * max(32, -(-share // 16) * 16)
 
 
 def make(*, h: int, d: int, rope: int, most: int, window: int, topk: int) -> Kernel:
@@ -358,7 +357,8 @@ def entries(width: Width) -> list[Entry]:
     """One kernel for every layer and the drafter, and one for the heads of a rank."""
     spec, found = width.spec, []
     d, window, topk = spec.head_dim, spec.sliding_window, spec.index_topk
-    sizes = {"most": most_keys(spec), "window": window + spec.dspark_block_size, "topk": topk}
+    block = spec.dspark_block_size
+    sizes = {"most": most_keys(window, block, topk), "window": window + block, "topk": topk}
     for ending, h in width.heads.items():
         shape = {"h": h, "d": d, "rope": spec.qk_rope_head_dim, **sizes}
         nbytes = MOST_ROWS * (window * (d + d // 32) + topk * (d // 2 + d // 16) + 4 * h * d)

@@ -42,6 +42,7 @@ __all__ = [
 ]  # fmt: skip
 
 s32 = u32 = s64 = u64 = f32 = Any  # annotations of kernel parameters
+SHARED_LIMIT = 227 * 1024  # bytes of shared memory that a block can have, on all chips
 
 
 class Cast:

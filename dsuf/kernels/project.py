@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsuf.kernels.catalogue import Entry, Width, tile_of
+from dsuf.kernels.lang import SHARED_LIMIT
 from dsuf.kernels.pack import BF16_CHUNK, FP8_CHUNK, chunk_width
 from dsuf.kernels.project_kernel import make, shared_of
 from dsuf.ops.product import grouped_product, product
@@ -21,7 +22,6 @@ DIRECT_FEW = (16, 2)  # rows up to 8
 SM_COUNT = 132
 TEAM_TILES, MOST_TEAM = 15 * SM_COUNT, 8
 WIDE_TILES, WIDE_TEAM = 4096, 4
-SHARED_LIMIT = 227 * 1024
 
 
 @dataclass(frozen=True)

@@ -63,8 +63,8 @@ class Case:
         rows, out = len(self.position), np.full(self.q.shape, np.nan, np.float16)
         page = np.concatenate([a.reshape(len(a), -1) for a in (self.codes, self.scales)], axis=1)
         pages = np.ascontiguousarray(page)
-        most = -(-(self.window + 5 + self.topk) // 128) * 128
         topk = WIDTHS[self.width][4]
+        most = family.most_keys(self.window, 5, topk)
         kernel = family.make(h=self.h, d=self.d, rope=self.rope, most=most, window=self.window + 5, topk=topk)
         sparse = self.ratio > 0
         args = [self.q, self.windows, self.windows[0].nbytes, self.ring, self.sequence, self.position, self.first,

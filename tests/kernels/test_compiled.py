@@ -17,6 +17,7 @@ import pytest
 from dsuf.cli.machine import cpu_cores
 from dsuf.kernels import build_all
 from dsuf.kernels.build import Built
+from dsuf.kernels.lang import SHARED_LIMIT
 from dsuf.kernels.ptx.op import ALL_CHIPS, BLACKWELL
 
 pytestmark = pytest.mark.system
@@ -62,7 +63,7 @@ def test_every_entry_compiles_for_its_chips_without_spills_or_stack(built):
     print(f"{len(rows)} kernels in {seconds:.0f} processor seconds")
     assert not [(row.name, row.chip, row.problem) for row in rows if row.problem]
     assert found.keys() == set(build_all.selected(ALL_CHIPS))
-    assert all(0 < row.registers <= 255 and row.spills == 0 and row.shared <= 227 * 1024 for row in rows)
+    assert all(0 < row.registers <= 255 and row.spills == 0 and row.shared <= SHARED_LIMIT for row in rows)
     assert seconds < MOST_PROCESSOR_SECONDS
 
 

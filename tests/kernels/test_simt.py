@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from dsuf.kernels.lang import float32, int32, int64, kernel, s64, uint32
+from dsuf.kernels.lang import SHARED_LIMIT, float32, int32, int64, kernel, s64, uint32
 from dsuf.kernels.ptx.copy import bulk_load, mbarrier_expect, mbarrier_init, mbarrier_wait
 from dsuf.kernels.ptx.memory import (
     atom_add,
@@ -23,9 +25,10 @@ from dsuf.kernels.ptx.memory import (
 )
 from dsuf.kernels.ptx.mma import mma_bf16
 from dsuf.kernels.ptx.sync import block_index, shuffle_xor_f32, sync_threads, sync_warp, thread_index
-from dsuf.kernels.simt.errors import Deadlock, Divergence, Misaligned, OutOfBounds, Race, Unwritten
+from dsuf.kernels.simt.errors import Deadlock, Divergence, KernelFault, Misaligned, OutOfBounds, Race, Unwritten
 from dsuf.kernels.simt.memory import GlobalMemory
 from dsuf.kernels.simt.run import run
+from dsuf.kernels.simt.together import run_together
 
 
 def exchange(barrier: str):
@@ -123,6 +126,17 @@ def test_shared_memory_has_bounds_and_must_be_written_first():
         run(body, memory, [y, 512])
     with pytest.raises(Unwritten):
         run(body, memory, [y, 0])
+
+
+def test_more_shared_memory_than_a_block_can_have_is_a_fault():
+    @kernel(threads=32, shared=SHARED_LIMIT)
+    def body(y: s64) -> None:
+        sts_f32(shared_base(), float32(1))
+
+    run(body, GlobalMemory(), [0])
+    for start in (run, run_together):
+        with pytest.raises(KernelFault, match="232464 bytes of shared memory"):
+            start(replace(body, shared=SHARED_LIMIT + 16), GlobalMemory(), [0], grid=(1, 1))
 
 
 def test_block_and_warp_operations_in_divergent_code_are_faults():

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from dsuf.kernels.lang import SHARED_LIMIT
 from dsuf.kernels.simt.errors import Deadlock, KernelFault, Misaligned, OutOfBounds, Race, Unwritten
 
 POISON = 0xCD
@@ -120,6 +121,12 @@ def elements(array: np.ndarray, size: int) -> np.ndarray:
     return array[: array.size // size * size].view(ELEMENT.get(size, f"V{size}"))
 
 
+def check_fits(size: int) -> None:
+    """Raise KernelFault for more shared memory than a GPU launches a block with."""
+    if size > SHARED_LIMIT:
+        raise KernelFault(f"a block asks for {size} bytes of shared memory; there are {SHARED_LIMIT} at most")
+
+
 class Barrier:
     """An mbarrier: pending arrivals and bytes; `phase` counts completed phases."""
 
@@ -150,6 +157,7 @@ class SharedMemory:
     """
 
     def __init__(self, blocks: int, size: int, threads: int, *, watch: bool, rank: int = 0) -> None:
+        check_fits(size)
         self.base, self.size, self.rank, self.watch = SHARED_BASE, size, rank, watch
         self.bytes = np.full((blocks, size), POISON, np.uint8)
         self.written = np.zeros((blocks, size), bool)

@@ -16,7 +16,7 @@ from dsuf.kernels.lang import Kernel
 from dsuf.kernels.simt.errors import Deadlock, Divergence, KernelFault, Misaligned, OutOfBounds, Unwritten
 from dsuf.kernels.simt.interpreter import Unit
 from dsuf.kernels.simt.lanes import WAIT, Lanes, TensorMaps
-from dsuf.kernels.simt.memory import POISON, SHARED_BASE, Barrier, GlobalMemory, elements
+from dsuf.kernels.simt.memory import POISON, SHARED_BASE, Barrier, GlobalMemory, check_fits, elements
 
 LANES = 8192  # of one unit
 SHARED_BYTES = 64 << 20
@@ -50,6 +50,7 @@ class TogetherShared:
     """Shared memory of many blocks, side by side with a stride of 16 bytes."""
 
     def __init__(self, blocks: int, size: int, cluster: int) -> None:
+        check_fits(size)
         self.base, self.size, self.cluster, self.rank = SHARED_BASE, size, cluster, 0
         self.stride = -(-size // 16) * 16
         self.bytes = np.full(blocks * self.stride, POISON, np.uint8)
