@@ -97,6 +97,15 @@ def put(arena, caches, position, pages, state):
     return [bytes(page) for page in pages], b"".join(bytes(part) for part in state)
 
 
+def shared_prefix(copies, caches):
+    """A shared arena with the prefix of 300 tokens in slots 0 to 3: (the arena, its pages, its state)."""
+    arena = Arena()
+    pages, state = arena.pages(0, 1, 2), arena.state(3, 1)
+    put(arena, caches, 300, pages, state)
+    copies.share(arena.view).settle()
+    return arena, pages, state
+
+
 def without_staging(copies):
     copies._staging = None
 
@@ -222,10 +231,7 @@ class TestTurns:
         return LateDevice()
 
     def test_a_restore_lands_once_its_bytes_are_there_and_nobody_waits_meanwhile(self, copies, cached, device):
-        arena = Arena()
-        pages, state = arena.pages(0, 1, 2), arena.state(3, 1)
-        put(arena, cached, 300, pages, state)
-        copies.share(arena.view).settle()
+        _, pages, state = shared_prefix(copies, cached)
         slot, number, _ = restored(copies, 300, pages, state)
         launched = device.log["state.restore"]
         assert not copies.land(slot, wait=False) and copies.progress() == 0
@@ -236,20 +242,14 @@ class TestTurns:
         assert device.log["state.restore"] == launched + 1
 
     def test_who_needs_it_now_lets_the_device_wait(self, copies, cached, device):
-        arena = Arena()
-        pages, state = arena.pages(0, 1, 2), arena.state(3, 1)
-        put(arena, cached, 300, pages, state)
-        copies.share(arena.view).settle()
+        _, pages, state = shared_prefix(copies, cached)
         slot, _, _ = restored(copies, 300, pages, state)
         waited = []
         device.wait = waited.append
         assert copies.land(slot) and len(waited) == 1 and not waited[0].done()
 
     def test_more_restores_than_places_land_the_oldest_first(self, copies, cached, device):
-        arena = Arena()
-        pages, state = arena.pages(0, 1, 2), arena.state(3, 1)
-        put(arena, cached, 300, pages, state)
-        copies.share(arena.view).settle()
+        _, pages, state = shared_prefix(copies, cached)
         slots = [restored(copies, 300, pages, state)[0] for _ in range(LANDINGS + 1)]
         assert device.log["state.restore"] == 1 and slots[0] not in copies._landings
         copies.forget(slots[1])  # a request that was cancelled
@@ -261,10 +261,7 @@ class TestTurns:
         assert slots[1] in copies.pages._free_slots and len(copies._arrivals) == LANDINGS - 1
 
     def test_a_copy_has_ended_when_all_before_it_have(self, copies, cached, device):
-        arena = Arena()
-        pages, state = arena.pages(0, 1, 2), arena.state(3, 1)
-        put(arena, cached, 300, pages, state)
-        copies.share(arena.view).settle()
+        arena, pages, state = shared_prefix(copies, cached)
         slot, first, start = restored(copies, 300, pages, state)
         copies.finish(first)
         late = copies.snapshot(slot, 300, start, NumberedPages(np.arange(3), arena.pages(5, 6, 7)), arena.state(8, 1))
@@ -276,10 +273,7 @@ class TestTurns:
         assert copies.progress() == soon == late + 1
 
     def test_what_lies_after_the_position_is_left_out_when_the_bytes_have_arrived(self, copies, cached, device):
-        arena = Arena()
-        pages, state = arena.pages(0, 1, 2), arena.state(3, 1)
-        put(arena, cached, 300, pages, state)
-        copies.share(arena.view).settle()
+        arena, pages, state = shared_prefix(copies, cached)
         slot, number, _ = restored(copies, 300, pages, state)
         copies.finish(number)
         device.upload(copies.pages.address(slot, 2), np.full(PAGE, 0xEE, np.uint8))
@@ -294,10 +288,7 @@ class TestTurns:
         assert b"".join(map(bytes, out))[STATE - 8 : STATE] == (299).to_bytes(8, "little")
 
     def test_the_places_of_snapshots_are_used_again_once_their_state_has_left(self, copies, cached, device):
-        arena = Arena()
-        pages, state = arena.pages(0, 1, 2), arena.state(3, 1)
-        put(arena, cached, 300, pages, state)
-        copies.share(arena.view).settle()
+        arena, pages, state = shared_prefix(copies, cached)
         slot, number, start = restored(copies, 300, pages, state)
         copies.finish(number)
         none = NumberedPages(np.array([], np.int64), arena.pages())
