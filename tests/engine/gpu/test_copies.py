@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dsuf.engine.gpu.copies import LANDINGS, PLACES, Copies
 from dsuf.engine.gpu.pages import Pages
 from dsuf.engine.gpu.staging import spread
-from dsuf.engine.gpu.transfer import BATCH, BATCHES, Runs, Transfer
+from dsuf.engine.gpu.transfer import BATCH, FIRST, MOST, Runs, Transfer
 from dsuf.engine.shared import NumberedPages, SharedPages, address_of
 from dsuf.errors import DeviceError
 from dsuf.kernels.catalogue import CONFIGS
@@ -300,18 +300,23 @@ class TestTurns:
 
 
 class TestTransfer:
-    def test_only_so_many_batches_are_under_way(self):
+    def test_batches_grow_and_only_so_many_runs_are_under_way(self):
         sent, device = [], LateDevice()
         device.copy_many = lambda targets, sources, sizes: sent.append(len(sizes))
-        count = (BATCHES + 2) * BATCH + 3
-        many = np.arange(count) * 2
-        parts = iter([Runs(many, many, np.ones(count, np.int64)), Runs(many[:0], many[:0], many[:0])])
+        growing = [FIRST, FIRST, 2 * FIRST, 4 * FIRST]
+        assert 8 * FIRST == BATCH and MOST == 3 * BATCH
+        many = np.arange(5 * BATCH + 3) * 2
+        parts = iter([Runs(many, many, np.ones_like(many)), Runs(many[:0], many[:0], many[:0])])
         job = Transfer(1, device, 0, parts, None, lambda: sent.append("end"))
-        assert sent == [BATCH] and not job.advance() and sent == [BATCH] * BATCHES
+        assert sent == growing[:1] and not job.advance() and sent == [*growing, BATCH, BATCH]
         job.wait()
-        assert not job.advance() and len(sent) == BATCHES + 1
+        assert not job.advance() and sum(sent) == MOST
+        for _ in growing[1:]:
+            job.wait()
+            assert not job.advance()
+        assert sent[len(growing) :] == [BATCH] * 3
         last = job.send_all()
-        assert sent == [BATCH] * (BATCHES + 2) + [3] and last is job.last
+        assert sent[len(growing) :] == [BATCH] * 4 + [3] and last is job.last
         last.wait()
         assert job.advance() and job.advance() and sent.count("end") == 1
 
@@ -323,21 +328,23 @@ class TestRuns:
     @given(starts, st.integers(1, 9), st.integers(1, 64), st.sampled_from(["targets", "sources"]))
     def test_every_byte_keeps_its_place_and_no_run_passes_a_border(self, places, size, cut, side):
         targets, sources = (1000 + size * np.array(column) for column in zip(*places, strict=True))
-        half = len(targets) // 2
         sizes = np.full(len(targets), size)
-        runs = Runs.of(*((targets[some], sources[some], sizes[some]) for some in (slice(half), slice(half, None))))
+        runs, few = (
+            Runs.of(targets, sources, sizes),
+            zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True),
+        )
         wanted = [(t + i, s + i) for t, s in zip(targets, sources, strict=True) for i in range(size)]
-        for some in (runs, runs.split(side, 990, cut)):
+        cuts, few = runs.split(side, 990, cut), Runs.few(few, side, 990, cut)
+        for some in (runs, cuts, few):
             moved = zip(some.targets, some.sources, some.sizes, strict=True)
             assert [(t + i, s + i) for t, s, n in moved for i in range(n)] == wanted
-        cuts = runs.split(side, 990, cut)
-        at = getattr(cuts, side) - 990
-        assert (at // cut == (at + cuts.sizes - 1) // cut).all() and (cuts.sizes > 0).all()
+        for some in (cuts, few):
+            at = getattr(some, side) - 990
+            assert (at // cut == (at + some.sizes - 1) // cut).all() and (some.sizes > 0).all()
 
     def test_pages_side_by_side_on_both_sides_are_one_run(self):
-        side_by_side = np.arange(7) * PAGE
-        last = np.array([1 << 30]), np.array([5]), np.array([8])
-        runs = Runs.of((side_by_side, 50 + side_by_side, np.full(7, PAGE)), last)
+        targets, sizes = np.array([*np.arange(7) * PAGE, 1 << 30]), np.array([PAGE] * 7 + [8])
+        runs = Runs.of(targets, np.array([*50 + targets[:7], 5]), sizes)
         assert runs.sizes.tolist() == [7 * PAGE, 8] and len(runs) == 2
 
 
