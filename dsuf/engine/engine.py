@@ -139,8 +139,12 @@ class Engine:
         return self._take_events()
 
     def generate(self, request: Request, trace: Trace | None = None) -> Iterator[Event]:
-        """Run one request on an idle engine, for `run` and `bench`; closing the iterator cancels it."""
-        if not self.idle:
+        """Run one request where no other runs, for `run` and `bench`; closing the iterator cancels it.
+
+        After Finished it goes on until all copies have ended. Who closes it before that leaves them under way, and the
+        next request may come meanwhile.
+        """
+        if self._sequences or self._events:
             raise UsageError("generate() needs an idle engine; use submit() and step() for several requests.")
         self.submit(request, trace)
         try:

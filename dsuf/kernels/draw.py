@@ -182,6 +182,13 @@ def load_row(line: Any, source: Any, held: Any, tid: Any, threads: Any) -> None:
 
 
 @inline
+def load_four(x: Any, line: Any, first: Any, end: Any) -> None:
+    """Four neighbouring float32 of a row in shared memory; past the end the last one again."""
+    for j in unroll(4):
+        x[j] = lds_f32(uint32(line + 4 * min(first + j, end - 1)))
+
+
+@inline
 def sum_of_row(row: Any, low_end: Any, high_end: Any) -> Any:
     """Words of the mass of a thread's weights, float32 in shared memory."""
     high = uint32(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import operator
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -52,12 +51,6 @@ def free_names(function: Callable[..., Any]) -> dict[str, Any]:
 
 _SAFE = {"min": min, "max": max, "len": len, "int": int, "abs": abs}
 _CONSTANT = (int, float, bool, str, tuple, type(None))
-_UNKNOWN = object()
-_ARITHMETIC: dict[type, Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod, ast.LShift: operator.lshift, ast.RShift: operator.rshift, ast.BitAnd: operator.and_,
-    ast.Div: operator.truediv, ast.Pow: operator.pow,
-}  # fmt: skip
 
 
 class Expander(ast.NodeTransformer):
@@ -73,9 +66,8 @@ class Expander(ast.NodeTransformer):
 
     def constant(self, node: ast.expr) -> tuple[bool, Any]:
         """(True, value) if an expression is known while expanding."""
-        value = self._plain(node)
-        if value is not _UNKNOWN:
-            return isinstance(value, _CONSTANT), value
+        if isinstance(node, ast.Constant):
+            return True, node.value
         for inner in ast.walk(node):
             known = isinstance(inner, ast.Name) and (inner.id in self.loops or inner.id in self.names)
             if isinstance(inner, ast.Name) and not known and inner.id not in _SAFE:
@@ -85,21 +77,6 @@ class Expander(ast.NodeTransformer):
         code = compile(ast.fix_missing_locations(ast.Expression(node)), "<constant>", "eval")
         value = eval(code, {"__builtins__": _SAFE}, {**self.names, **self.loops})  # expressions of our own kernels only
         return isinstance(value, _CONSTANT), value
-
-    def _plain(self, node: ast.expr) -> Any:
-        """The value of a number, a name or arithmetic with them, without compiling it; else _UNKNOWN."""
-        if isinstance(node, ast.Constant):
-            return node.value
-        if isinstance(node, ast.Name):
-            return self.loops[node.id] if node.id in self.loops else self.names.get(node.id, _UNKNOWN)
-        if isinstance(node, ast.Attribute):
-            held = self._plain(node.value)
-            return _UNKNOWN if held is _UNKNOWN else getattr(held, node.attr, _UNKNOWN)
-        if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
-            left = self._plain(node.left)
-            right = _UNKNOWN if left is _UNKNOWN else self._plain(node.right)
-            return _UNKNOWN if right is _UNKNOWN else _ARITHMETIC[type(node.op)](left, right)
-        return _UNKNOWN
 
     def need(self, node: ast.expr, what: str) -> Any:
         """The value of an expression that must be constant."""

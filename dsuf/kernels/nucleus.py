@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsuf.kernels.draw import LOW, LOW_MASK, joined, meet, over_ranks, scan_pair, split_mass, weight
+from dsuf.kernels.draw import LOW, LOW_MASK, joined, load_four, meet, over_ranks, scan_pair, split_mass, weight
 from dsuf.kernels.lang import float32, inline, int32, int64, regs, uint32, unroll
 from dsuf.kernels.ptx.convert import fmin
 from dsuf.kernels.ptx.memory import atom_add_shared, lds_f32, lds_u32, sts_u32
@@ -58,8 +58,7 @@ def fill_bins(
     last = low_end
     for some in range(low_end, high_end, 4):
         x = regs(4)
-        for j in unroll(4):
-            x[j] = lds_f32(uint32(line + 4 * min(some + j, high_end - 1)))
+        load_four(x, line, some, high_end)
         for j in unroll(4):
             i = int32(some + j)
             key = ordered(x[j])

@@ -73,9 +73,11 @@ def stretch_of(pieces: Any) -> Any:
 
 
 @inline
-def parts_at(ranks: Any) -> Any:
-    """Where the parts of an inbox begin, after the flags."""
-    return int64(ranks) * (2 * MOST_BLOCKS * 4)
+def next_part(epochs: Any, block: Any, rank: Any, ranks: Any, room: Any) -> Any:
+    """A block's next exchange: its epoch, the place of a rank's flags, and where in an inbox the rank's part begins."""
+    epoch = uint32(ldg_u32(epochs + block * 4) + 1)
+    place = int64(epoch & 1) * ranks + rank
+    return epoch, place, int64(ranks) * (2 * MOST_BLOCKS * 4) + place * room * 2
 
 
 @inline
@@ -133,19 +135,10 @@ def make_push() -> Kernel:
         block = int64(block_index())
         first, end = stretch_of(int32(elements // PIECE))
         inbox = regs(MOST_RANKS)
-        inbox[0] = inbox0
-        inbox[1] = inbox1
-        inbox[2] = inbox2
-        inbox[3] = inbox3
-        inbox[4] = inbox4
-        inbox[5] = inbox5
-        inbox[6] = inbox6
-        inbox[7] = inbox7
+        inbox[0:MOST_RANKS] = (inbox0, inbox1, inbox2, inbox3, inbox4, inbox5, inbox6, inbox7)
         wait_for_previous_kernel()
         let_next_kernel_start()
-        epoch = uint32(ldg_u32(epochs + block * 4) + 1)
-        place = int64(epoch & 1) * ranks + rank
-        data = parts_at(ranks) + place * room * 2
+        epoch, place, data = next_part(epochs, block, rank, ranks, room)
         for i in range(first + tid, end, THREADS):
             piece = ldg_u32x4(part + int64(i) * 16)
             send(inbox, data + int64(i) * 16, ranks, piece)
@@ -167,19 +160,10 @@ def make_push_experts() -> Kernel:
         block = int64(block_index())
         first, end = stretch_of(int32(elements // PIECE))
         inbox = regs(MOST_RANKS)
-        inbox[0] = inbox0
-        inbox[1] = inbox1
-        inbox[2] = inbox2
-        inbox[3] = inbox3
-        inbox[4] = inbox4
-        inbox[5] = inbox5
-        inbox[6] = inbox6
-        inbox[7] = inbox7
+        inbox[0:MOST_RANKS] = (inbox0, inbox1, inbox2, inbox3, inbox4, inbox5, inbox6, inbox7)
         wait_for_previous_kernel()
         let_next_kernel_start()
-        epoch = uint32(ldg_u32(epochs + block * 4) + 1)
-        place = int64(epoch & 1) * ranks + rank
-        data = parts_at(ranks) + place * room * 2
+        epoch, place, data = next_part(epochs, block, rank, ranks, room)
         of_row = int32(d // PIECE)
         for i in range(first + tid, end, THREADS):
             row = int32(i // of_row)
@@ -193,8 +177,7 @@ def make_push_experts() -> Kernel:
                     w = ldg_u32x4(parts + ((int64(row) * k + j) * d + column) * 2)
                     add_piece(s, w)
             word = regs(4)
-            for j in unroll(4):
-                word[j] = bf16x2(s[2 * j + 1], s[2 * j])
+            pack_piece(word, s)
             send(inbox, data + int64(i) * 16, ranks, word[0:4])
         raise_flags(inbox, (place * MOST_BLOCKS + block) * 4, ranks, epoch, tid)
 
@@ -209,6 +192,13 @@ def add_piece(s: Any, w: Any) -> None:
         s[2 * j + 1] = s[2 * j + 1] + bf16_high(w[j])
 
 
+@inline
+def pack_piece(word: Any, s: Any) -> None:
+    """Eight sums as bf16 in four words."""
+    for j in unroll(4):
+        word[j] = bf16x2(s[2 * j + 1], s[2 * j])
+
+
 def make_join() -> Kernel:
     """The same grid as the pushes."""
 
@@ -221,18 +211,16 @@ def make_join() -> Kernel:
         first, end = stretch_of(int32(elements // PIECE))
         wait_for_previous_kernel()
         let_next_kernel_start()
-        epoch = uint32(ldg_u32(epochs + block * 4) + 1)
-        place = int64(epoch & 1) * ranks
+        epoch, place, data = next_part(epochs, block, 0, ranks, room)
         wait_for_flags(inbox, place, ranks, epoch, bound_us, fault, code, tid)
-        data = inbox + parts_at(ranks) + place * room * 2
+        data = inbox + data
         for i in range(first + tid, end, THREADS):
             s = regs(PIECE, 0.0)
             for r in range(ranks):
                 w = ldg_u32x4(data + (int64(r) * room + int64(i) * PIECE) * 2)
                 add_piece(s, w)
             word = regs(4)
-            for j in unroll(4):
-                word[j] = bf16x2(s[2 * j + 1], s[2 * j])
+            pack_piece(word, s)
             stg_u32x4(out + int64(i) * 16, word)
         if tid == 0:
             stg_u32(epochs + block * 4, epoch)
@@ -254,10 +242,9 @@ def make_join_rows() -> Kernel:
         of_row = int32(mine // 4)
         wait_for_previous_kernel()
         let_next_kernel_start()
-        epoch = uint32(ldg_u32(epochs + block * 4) + 1)
-        place = int64(epoch & 1) * ranks
+        epoch, place, data = next_part(epochs, block, 0, ranks, room)
         wait_for_flags(inbox, place, ranks, epoch, bound_us, fault, code, tid)
-        data = inbox + parts_at(ranks) + place * room * 2
+        data = inbox + data
         for i in range(first + tid, end, THREADS):
             row = int32(i // of_row)
             column = int64(i - row * of_row) * 4

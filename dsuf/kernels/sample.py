@@ -32,6 +32,7 @@ from dsuf.kernels.draw import (
     MOST_VOCABULARY,
     allowed_bit,
     joined,
+    load_four,
     load_row,
     meet,
     over_ranks,
@@ -49,7 +50,6 @@ from dsuf.kernels.ptx.convert import as_float, div
 from dsuf.kernels.ptx.memory import (
     ldg_f32,
     ldg_u32,
-    lds_f32,
     lds_u32,
     shared_base,
     stg_f32,
@@ -175,8 +175,7 @@ def best_of_stretch(line: Any, low_end: Any, high_end: Any, start: Any) -> Any:
     token = int32(NONE)
     for some in range(low_end, high_end, 4):
         x = regs(4)
-        for j in unroll(4):
-            x[j] = lds_f32(uint32(line + 4 * min(some + j, high_end - 1)))
+        load_four(x, line, some, high_end)
         for j in unroll(4):
             one = ordered(x[j])
             better = one > key  # a token met twice changes nothing
@@ -218,8 +217,7 @@ def weights_of_kept(
     low = uint32(0)
     for some in range(low_end, high_end, 4):
         y = regs(4)
-        for j in unroll(4):
-            y[j] = lds_f32(uint32(line + 4 * min(some + j, high_end - 1)))
+        load_four(y, line, some, high_end)
         for j in unroll(4):
             i = int32(some + j)
             key = ordered(y[j])

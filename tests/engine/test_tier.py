@@ -156,6 +156,23 @@ def test_an_entry_is_ready_and_a_hit_is_let_go_only_when_the_copy_has_ended(monk
     assert tier.leased == set()
 
 
+def test_the_next_request_may_come_while_the_bytes_of_the_one_before_are_copied(monkeypatch):
+    engine, tier = tier_engine()
+    ended = 0
+    monkeypatch.setattr(engine.backend, "copied", lambda: ended)
+    first = next(
+        event for event in engine.generate(Request("a", prompt_of(101), 5, GREEDY)) if isinstance(event, Finished)
+    )
+    assert first.reason == "length" and not engine.idle and "a" in tier.live
+    events = []
+    for event in engine.generate(Request("b", prompt_of(101), 5, GREEDY)):
+        events.append(event)
+        ended += isinstance(event, Finished) and 4
+    assert [type(event) for event in events].count(Finished) == 1 and cached(events) == 0
+    assert engine.idle and sorted(map(len, tier.entries)) == [100, 104]
+    tier.check_idle()
+
+
 def test_bytes_that_make_no_sense_are_no_hit():
     engine, tier = tier_engine()
     run(engine, Request("a", prompt_of(50), 5, GREEDY))

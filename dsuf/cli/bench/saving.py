@@ -71,7 +71,8 @@ def _miss_and_hit(session: Session, length: int, number: int, seed: int) -> dict
     times = {}
     for kind in ("miss", "hit"):
         request = Request(f"{kind} {number}", ids, 1, Sampling(temperature=0.0, seed=seed))
-        finished = next(event for event in session.engine.generate(request) if isinstance(event, Finished))
+        events = list(session.engine.generate(request))  # to the end of its copies: only then the prefix is found
+        (finished,) = (event for event in events if isinstance(event, Finished))
         if finished.reason == "error" or (finished.stats.cached_tokens > 0) != (kind == "hit"):
             raise EngineGone(f"the {kind} of {length} tokens was none: {finished.message or finished.stats}")
         times[f"{kind}_{length}_s"] = finished.stats.ttft_s

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 PLACES = 4  # on the device for what leaves it: so many snapshots can begin before one's state has arrived
 LANDINGS = 2  # the same for what comes
 RECENT = 2  # pages at most that the last 24 tokens lie in
+SOON = 64  # pages that are on their way before the others are planned
 
 
 @dataclass
@@ -125,16 +126,16 @@ class Copies:
         self._move("save", slot, place, position, decoder_start)
         recent = numbers >= max(0, position - MOST_REWOUND) // PAGE_TOKENS
         sources = self.pages.addresses(slot)[numbers]
-        staged = place + self._pages_at + np.arange(recent.sum()) * self.pages.page_bytes
-        for to, source in zip(staged.tolist(), sources[recent].tolist(), strict=True):
+        latest = sources[recent].tolist()
+        staged = [place + self._pages_at + i * self.pages.page_bytes for i in range(len(latest))]
+        for to, source in zip(staged, latest, strict=True):
             self.device.copy_async(to, source, self.pages.page_bytes)
         sources[recent] = staged
         gathered = self.device.record()
         with self.device.beside(OUT):
             self.device.wait(gathered)
         number = self.pages.copies + 1
-        cut = {int(numbers[i]): _page(pages, i, numbers) for i in np.flatnonzero(numbers == position // PAGE_TOKENS)}
-        finish = functools.partial(self._blank, cut, position)
+        finish = functools.partial(self._blank, pages, numbers, position)
         targets = self._direct(pages.shared, state) if isinstance(pages, NumberedPages) else None
         if targets is not None:
             runs = self._out_runs(place, state, sources, recent, targets)
@@ -172,24 +173,26 @@ class Copies:
         self, place: int, state: Sequence[Buffer], sources: np.ndarray, recent: np.ndarray, targets: np.ndarray
     ) -> Iterator[Runs]:
         """A snapshot's state and latest pages, whose place is to be used again, then the others."""
-        here, there, sizes = self._state_runs(place, state)
-        latest, others = ((targets[some], sources[some], self._sizes(some.sum())) for some in (recent, ~recent))
-        for parts in (((there, here, sizes), latest), (others,)):
-            yield Runs.of(*parts).split("targets", self._registered.begin, self._cut)
+        base, size = self._registered.begin, self.pages.page_bytes
+        latest = zip(targets[recent].tolist(), sources[recent].tolist(), strict=True)
+        first = [(there, here, count) for here, there, count in self._state_runs(place, state)]
+        yield Runs.few([*first, *((to, of, size) for to, of in latest)], "targets", base, self._cut)
+        yield from self._page_runs(targets[~recent], sources[~recent], "targets")
 
-    def _state_runs(self, place: int, state: Sequence[Buffer]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(device addresses, host addresses, bytes) of the snapshot's parts, without decoder_start."""
-        runs, at, end = [], 0, self.layout.decoder_start_offset
+    def _state_runs(self, place: int, state: Sequence[Buffer]) -> Iterator[tuple[int, int, int]]:
+        """(device address, host address, bytes) of the snapshot's parts, without decoder_start."""
+        at, end = 0, self.layout.decoder_start_offset
         for part in state:
             count = min(len(part), end - at)
             if count > 0:
-                runs.append((place + at, address_of(part), count))
+                yield place + at, address_of(part), count
             at += count
-        here, there, sizes = np.array(runs, np.int64).T
-        return here, there, sizes
 
-    def _sizes(self, count: int) -> np.ndarray:
-        return np.full(count, self.pages.page_bytes, np.int64)
+    def _page_runs(self, targets: np.ndarray, sources: np.ndarray, side: str) -> Iterator[Runs]:
+        """The first ones apart: the link has something to do while the others are planned."""
+        sizes = np.full(len(targets), self.pages.page_bytes, np.int64)
+        for part in (slice(SOON), slice(SOON, None)):
+            yield Runs.of(targets[part], sources[part], sizes[part]).split(side, self._registered.begin, self._cut)
 
     def _direct(self, pages: SharedPages, state: Sequence[Buffer]) -> np.ndarray | None:
         """Addresses of the pages, if these and the state lie in registered memory."""
@@ -218,12 +221,13 @@ class Copies:
         waiting = deque((source, flat(pages[page])) for source, page in others)
         return StagedSave(number, self._staging, place, parts, waiting, finish)
 
-    def _blank(self, pages: Mapping[int, Buffer], position: int) -> None:
+    def _blank(self, pages: Mapping[int, Buffer], numbers: np.ndarray, position: int) -> None:
         """Leave out what lies after `position`."""
-        for number, page in pages.items():
-            data = flat(page)
+        last = position // PAGE_TOKENS
+        for i in np.flatnonzero(numbers == last):
+            data = flat(pages.shared[i] if isinstance(pages, NumberedPages) else pages[last])
             for source in self.pages.layout.sources:
-                blank(data, source, position // source.ratio - source.first_entry(number))
+                blank(data, source, position // source.ratio - source.first_entry(last))
 
     def _check(self, position: int, numbers: np.ndarray, state: Sequence[Buffer]) -> None:
         step, last = resume_step(self.spec), pages_for(position)
@@ -265,8 +269,8 @@ class Copies:
 
     def _in_runs(self, place: int, state: Sequence[Buffer], targets: np.ndarray, sources: np.ndarray) -> Iterator[Runs]:
         """A snapshot's state, then the pages."""
-        for part in (self._state_runs(place, state), (targets, sources, self._sizes(len(targets)))):
-            yield Runs.of(part).split("sources", self._registered.begin, self._cut)
+        yield Runs.few(self._state_runs(place, state), "sources", self._registered.begin, self._cut)
+        yield from self._page_runs(targets, sources, "sources")
 
     def land(self, slot: int, *, wait: bool = True) -> bool:
         """Put what was restored in its place, in the order of the main stream, which waits for what is under way.
@@ -322,8 +326,3 @@ class Copies:
             place, place + layout.history_offset,
             grid=(-(-layout.window_rows // ROWS), layout.window_layers),
         )  # fmt: skip
-
-
-def _page(pages: Mapping[int, Buffer], place: int, numbers: np.ndarray) -> Buffer:
-    """The `place`th of the wanted pages."""
-    return pages.shared[place] if isinstance(pages, NumberedPages) else pages[int(numbers[place])]

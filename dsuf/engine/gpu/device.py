@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dsuf.engine.gpu.batches import CopyBatch
 from dsuf.engine.gpu.chips import look
 from dsuf.errors import DeviceError
 from dsuf.kernels.launch import Cubin, Launcher, LaunchFailed
@@ -93,6 +94,7 @@ class Device:
         self._addresses: list[int] = []
         self._pinned: list[int] = []
         self._batches = True  # whether the driver knows batches of copies
+        self._batch: CopyBatch | None = None
         self._registered: list[int] = []
 
     @classmethod
@@ -217,7 +219,7 @@ class Device:
         """The same for int64 [n] addresses and bytes, in any order among themselves; small ones as one batch."""
         if self._batches and len(sizes) > FEW and sizes.sum() < LARGE * len(sizes):
             try:
-                self._copy_batch(targets.tolist(), sources.tolist(), sizes.tolist())
+                self._copy_batch(targets, sources, sizes)
                 return
             except (RuntimeError, DeviceError):  # the driver is older than the call, or takes no such batch
                 if self.lost is not None:
@@ -226,14 +228,11 @@ class Device:
         for target, source, nbytes in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             self.copy_async(target, source, nbytes)
 
-    def _copy_batch(self, targets: list[int], sources: list[int], sizes: list[int]) -> None:
-        from cuda.bindings import driver
-
-        attributes = driver.CUmemcpyAttributes()
-        attributes.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-        to, of = ([driver.CUdeviceptr(at) for at in column] for column in (targets, sources))
-        (status,) = driver.cuMemcpyBatchAsync(to, of, sizes, len(to), [attributes], [0], 1, self._handle())
-        self.check(status, f"copying {len(to)} pieces")
+    def _copy_batch(self, targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray) -> None:
+        if self._batch is None:
+            self._batch = CopyBatch()
+        status = self._batch(targets, sources, sizes, int(self._handle()))
+        self.check(status, f"copying {len(sizes)} pieces")
 
     # ---- work
 

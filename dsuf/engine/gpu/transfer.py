@@ -1,6 +1,6 @@
 """Copies between the device and registered host memory: lists of (target, source, bytes), queued a batch at a time.
 
-    runs = Runs.of((targets, sources, sizes), ...).split(side, base, CUT)
+    runs = Runs.of(targets, sources, sizes).split(side, base, CUT)
     transfer = Transfer(number, device, OUT, iter([runs, ...]), ...)
     while not transfer.advance(): ...
 
@@ -12,7 +12,7 @@ no more than one run.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from dsuf.engine.gpu.device import Device, Event
 
 CUT = 2 << 20  # 40 us of the link
-BATCH = 256  # runs that are queued at once
-BATCHES = 3  # that may be under way: with more, the driver lets the host wait
+BATCH = 256  # runs at most that are queued at once
+FIRST = 32  # at first, then as many as before: the link takes twice as long for a page as the host, and shall not wait
+MOST = 3 * BATCH  # runs under way: with more, the driver lets the host wait
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,25 @@ class Runs:
     sizes: np.ndarray
 
     @classmethod
-    def of(cls, *parts: tuple[np.ndarray, np.ndarray, np.ndarray]) -> Runs:
-        """Of (targets, sources, bytes) one after the other, neighbours joined."""
-        targets, sources, sizes = (np.concatenate(column) for column in zip(*parts, strict=True))
-        if len(sizes) == 0:
+    def of(cls, targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray) -> Runs:
+        """Neighbours joined."""
+        if len(sizes) < 2:
             return cls(targets, sources, sizes)
         follows = (targets[1:] == targets[:-1] + sizes[:-1]) & (sources[1:] == sources[:-1] + sizes[:-1])
         starts = np.flatnonzero(np.concatenate([[True], ~follows]))
         return cls(targets[starts], sources[starts], np.add.reduceat(sizes, starts))
+
+    @classmethod
+    def few(cls, runs: Iterable[tuple[int, int, int]], side: str, base: int, cut: int) -> Runs:
+        """Cut like `split`, without its dozens of array operations, which a few runs are over before."""
+        parts = []
+        for target, source, size in runs:
+            at, done = (target if side == "targets" else source) - base, 0
+            while done < size:
+                count = min(size - done, cut - (at + done) % cut)
+                parts.append((target + done, source + done, count))
+                done += count
+        return cls(*np.array(list(zip(*parts, strict=True)), np.int64).reshape(3, -1))
 
     def split(self, side: str, base: int, cut: int) -> Runs:
         """Cut where the "targets" or "sources", which lie in memory from `base` on, pass a multiple of `cut`."""
@@ -81,13 +93,14 @@ class Transfer:
         self.number = number
         self._device, self._side, self._parts, self._kept, self._finish = device, side, parts, kept, finish
         self._runs, self._sent = next(parts), 0
-        self._under_way: deque[Event] = deque()
+        self._under_way: deque[tuple[Event, int]] = deque()  # and runs
+        self._queued, self._ended = 0, 0
         self.first = self._send()
 
     def advance(self) -> bool:
         """Whether everything has arrived."""
         self._settle()
-        while len(self._under_way) < BATCHES and self._more:
+        while self._queued - self._ended <= MOST - BATCH and self._more:
             self._send()
             self._settle()
         if self._under_way:
@@ -100,7 +113,7 @@ class Transfer:
     def wait(self) -> None:
         """Until something more has arrived."""
         if self._under_way:
-            self._under_way[0].wait()
+            self._under_way[0][0].wait()
 
     def send_all(self) -> Event:
         """Queue what is left, if the driver must let the host wait for it; the event after everything."""
@@ -119,14 +132,15 @@ class Transfer:
         return True
 
     def _settle(self) -> None:
-        while self._under_way and self._under_way[0].done():
-            self._under_way.popleft()
+        while self._under_way and self._under_way[0][0].done():
+            self._ended += self._under_way.popleft()[1]
 
     def _send(self) -> Event:
-        part = slice(self._sent, self._sent + BATCH)
-        self._sent += BATCH
+        count = min(BATCH, max(FIRST, self._queued), len(self._runs) - self._sent)
+        part = slice(self._sent, self._sent + count)
         with self._device.beside(self._side):
             self._device.copy_many(self._runs.targets[part], self._runs.sources[part], self._runs.sizes[part])
             self.last = self._device.record()
-        self._under_way.append(self.last)
+        self._sent, self._queued = self._sent + count, self._queued + count
+        self._under_way.append((self.last, count))
         return self.last

@@ -9,6 +9,7 @@ from dsuf.cli.app import app
 from dsuf.cli.bench.saving import look_ups, restored_and_computed
 from dsuf.cli.session import engine_options, prepare
 from dsuf.config import BenchOptions
+from dsuf.engine.cpu import CpuBackend
 from dsuf.errors import ConfigError
 from tests.support.patience import be_patient
 
@@ -36,6 +37,14 @@ def test_no_prompt_finds_a_part_of_another_though_points_inside_them_are_saved()
     engine = prepare("toy", engine_options("0", "qdq64", "truncated", "on", "auto", None))
     bench = BenchOptions(repeat=2, warmup=0)
     samples, _, _ = restored_and_computed("toy", replace(engine, resume_every=128), (300, 400), bench)
+    assert [sample["cached_300"] for sample in samples] == [298, 298]
+
+
+def test_a_prefix_is_looked_for_once_its_copies_have_ended(monkeypatch):
+    ended, asked = CpuBackend.copied, iter(range(1 << 20))
+    monkeypatch.setattr(CpuBackend, "copied", lambda self: ended(self) if next(asked) % 8 == 7 else 0)
+    engine = prepare("toy", engine_options("0", "qdq64", "truncated", "on", "auto", None))
+    samples, _, _ = restored_and_computed("toy", engine, (300,), BenchOptions(repeat=2, warmup=0))
     assert [sample["cached_300"] for sample in samples] == [298, 298]
 
 

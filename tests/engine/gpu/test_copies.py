@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dsuf.engine.gpu.copies import LANDINGS, PLACES, Copies
 from dsuf.engine.gpu.pages import Pages
 from dsuf.engine.gpu.staging import spread
-from dsuf.engine.gpu.transfer import BATCH, BATCHES, Runs, Transfer
+from dsuf.engine.gpu.transfer import BATCH, FIRST, MOST, Runs, Transfer
 from dsuf.engine.shared import NumberedPages, SharedPages, address_of
 from dsuf.errors import DeviceError
 from dsuf.kernels.catalogue import CONFIGS
@@ -95,6 +95,15 @@ def put(arena, caches, position, pages, state):
     """What the CPU backend saves of a prefix, in the arena; (its pages, its state) as bytes."""
     snapshot.save(caches, position, dict(enumerate(pages)), state)
     return [bytes(page) for page in pages], b"".join(bytes(part) for part in state)
+
+
+def shared_prefix(copies, caches):
+    """A shared arena with the prefix of 300 tokens in slots 0 to 3: (the arena, its pages, its state)."""
+    arena = Arena()
+    pages, state = arena.pages(0, 1, 2), arena.state(3, 1)
+    put(arena, caches, 300, pages, state)
+    copies.share(arena.view).settle()
+    return arena, pages, state
 
 
 def without_staging(copies):
@@ -222,10 +231,7 @@ class TestTurns:
         return LateDevice()
 
     def test_a_restore_lands_once_its_bytes_are_there_and_nobody_waits_meanwhile(self, copies, cached, device):
-        arena = Arena()
-        pages, state = arena.pages(0, 1, 2), arena.state(3, 1)
-        put(arena, cached, 300, pages, state)
-        copies.share(arena.view).settle()
+        _, pages, state = shared_prefix(copies, cached)
         slot, number, _ = restored(copies, 300, pages, state)
         launched = device.log["state.restore"]
         assert not copies.land(slot, wait=False) and copies.progress() == 0
@@ -236,20 +242,14 @@ class TestTurns:
         assert device.log["state.restore"] == launched + 1
 
     def test_who_needs_it_now_lets_the_device_wait(self, copies, cached, device):
-        arena = Arena()
-        pages, state = arena.pages(0, 1, 2), arena.state(3, 1)
-        put(arena, cached, 300, pages, state)
-        copies.share(arena.view).settle()
+        _, pages, state = shared_prefix(copies, cached)
         slot, _, _ = restored(copies, 300, pages, state)
         waited = []
         device.wait = waited.append
         assert copies.land(slot) and len(waited) == 1 and not waited[0].done()
 
     def test_more_restores_than_places_land_the_oldest_first(self, copies, cached, device):
-        arena = Arena()
-        pages, state = arena.pages(0, 1, 2), arena.state(3, 1)
-        put(arena, cached, 300, pages, state)
-        copies.share(arena.view).settle()
+        _, pages, state = shared_prefix(copies, cached)
         slots = [restored(copies, 300, pages, state)[0] for _ in range(LANDINGS + 1)]
         assert device.log["state.restore"] == 1 and slots[0] not in copies._landings
         copies.forget(slots[1])  # a request that was cancelled
@@ -261,10 +261,7 @@ class TestTurns:
         assert slots[1] in copies.pages._free_slots and len(copies._arrivals) == LANDINGS - 1
 
     def test_a_copy_has_ended_when_all_before_it_have(self, copies, cached, device):
-        arena = Arena()
-        pages, state = arena.pages(0, 1, 2), arena.state(3, 1)
-        put(arena, cached, 300, pages, state)
-        copies.share(arena.view).settle()
+        arena, pages, state = shared_prefix(copies, cached)
         slot, first, start = restored(copies, 300, pages, state)
         copies.finish(first)
         late = copies.snapshot(slot, 300, start, NumberedPages(np.arange(3), arena.pages(5, 6, 7)), arena.state(8, 1))
@@ -276,10 +273,7 @@ class TestTurns:
         assert copies.progress() == soon == late + 1
 
     def test_what_lies_after_the_position_is_left_out_when_the_bytes_have_arrived(self, copies, cached, device):
-        arena = Arena()
-        pages, state = arena.pages(0, 1, 2), arena.state(3, 1)
-        put(arena, cached, 300, pages, state)
-        copies.share(arena.view).settle()
+        arena, pages, state = shared_prefix(copies, cached)
         slot, number, _ = restored(copies, 300, pages, state)
         copies.finish(number)
         device.upload(copies.pages.address(slot, 2), np.full(PAGE, 0xEE, np.uint8))
@@ -294,10 +288,7 @@ class TestTurns:
         assert b"".join(map(bytes, out))[STATE - 8 : STATE] == (299).to_bytes(8, "little")
 
     def test_the_places_of_snapshots_are_used_again_once_their_state_has_left(self, copies, cached, device):
-        arena = Arena()
-        pages, state = arena.pages(0, 1, 2), arena.state(3, 1)
-        put(arena, cached, 300, pages, state)
-        copies.share(arena.view).settle()
+        arena, pages, state = shared_prefix(copies, cached)
         slot, number, start = restored(copies, 300, pages, state)
         copies.finish(number)
         none = NumberedPages(np.array([], np.int64), arena.pages())
@@ -309,18 +300,23 @@ class TestTurns:
 
 
 class TestTransfer:
-    def test_only_so_many_batches_are_under_way(self):
+    def test_batches_grow_and_only_so_many_runs_are_under_way(self):
         sent, device = [], LateDevice()
         device.copy_many = lambda targets, sources, sizes: sent.append(len(sizes))
-        count = (BATCHES + 2) * BATCH + 3
-        many = np.arange(count) * 2
-        parts = iter([Runs(many, many, np.ones(count, np.int64)), Runs(many[:0], many[:0], many[:0])])
+        growing = [FIRST, FIRST, 2 * FIRST, 4 * FIRST]
+        assert 8 * FIRST == BATCH and MOST == 3 * BATCH
+        many = np.arange(5 * BATCH + 3) * 2
+        parts = iter([Runs(many, many, np.ones_like(many)), Runs(many[:0], many[:0], many[:0])])
         job = Transfer(1, device, 0, parts, None, lambda: sent.append("end"))
-        assert sent == [BATCH] and not job.advance() and sent == [BATCH] * BATCHES
+        assert sent == growing[:1] and not job.advance() and sent == [*growing, BATCH, BATCH]
         job.wait()
-        assert not job.advance() and len(sent) == BATCHES + 1
+        assert not job.advance() and sum(sent) == MOST
+        for _ in growing[1:]:
+            job.wait()
+            assert not job.advance()
+        assert sent[len(growing) :] == [BATCH] * 3
         last = job.send_all()
-        assert sent == [BATCH] * (BATCHES + 2) + [3] and last is job.last
+        assert sent[len(growing) :] == [BATCH] * 4 + [3] and last is job.last
         last.wait()
         assert job.advance() and job.advance() and sent.count("end") == 1
 
@@ -332,21 +328,23 @@ class TestRuns:
     @given(starts, st.integers(1, 9), st.integers(1, 64), st.sampled_from(["targets", "sources"]))
     def test_every_byte_keeps_its_place_and_no_run_passes_a_border(self, places, size, cut, side):
         targets, sources = (1000 + size * np.array(column) for column in zip(*places, strict=True))
-        half = len(targets) // 2
         sizes = np.full(len(targets), size)
-        runs = Runs.of(*((targets[some], sources[some], sizes[some]) for some in (slice(half), slice(half, None))))
+        runs, few = (
+            Runs.of(targets, sources, sizes),
+            zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True),
+        )
         wanted = [(t + i, s + i) for t, s in zip(targets, sources, strict=True) for i in range(size)]
-        for some in (runs, runs.split(side, 990, cut)):
+        cuts, few = runs.split(side, 990, cut), Runs.few(few, side, 990, cut)
+        for some in (runs, cuts, few):
             moved = zip(some.targets, some.sources, some.sizes, strict=True)
             assert [(t + i, s + i) for t, s, n in moved for i in range(n)] == wanted
-        cuts = runs.split(side, 990, cut)
-        at = getattr(cuts, side) - 990
-        assert (at // cut == (at + cuts.sizes - 1) // cut).all() and (cuts.sizes > 0).all()
+        for some in (cuts, few):
+            at = getattr(some, side) - 990
+            assert (at // cut == (at + some.sizes - 1) // cut).all() and (some.sizes > 0).all()
 
     def test_pages_side_by_side_on_both_sides_are_one_run(self):
-        side_by_side = np.arange(7) * PAGE
-        last = np.array([1 << 30]), np.array([5]), np.array([8])
-        runs = Runs.of((side_by_side, 50 + side_by_side, np.full(7, PAGE)), last)
+        targets, sizes = np.array([*np.arange(7) * PAGE, 1 << 30]), np.array([PAGE] * 7 + [8])
+        runs = Runs.of(targets, np.array([*50 + targets[:7], 5]), sizes)
         assert runs.sizes.tolist() == [7 * PAGE, 8] and len(runs) == 2
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from dsuf.engine.gpu import device as gpu
+from dsuf.engine.gpu.batches import CopyBatch
 from dsuf.errors import DeviceError
 from dsuf.kernels.simt.errors import OutOfBounds, Unwritten
 from tests.support.simt_device import SimtDevice
@@ -61,6 +63,24 @@ class TestFaults:
         broken.copy_async, broken._copy_batch = lambda *args: single.append(args), lambda *args: batches.append(args)
         broken.copy_many(at, at, np.full(count, size))
         assert (len(batches), len(single)) == ((1, 0) if batch else (0, count))
+
+    def test_a_batch_is_handed_to_the_driver_as_it_is(self, broken):
+        seen = []
+
+        def read(address, count):
+            return np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(address)).tolist()
+
+        def call(to, of, sizes, count, *fixed):
+            seen.append([read(at, count) for at in (to, of, sizes)] + [fixed])
+            return 0
+
+        broken._batch = CopyBatch.__new__(CopyBatch)
+        vars(broken._batch).update(_call=call, _result=int, _fixed=(11, 12, 1))
+        broken.stream = SimpleNamespace(handle=77)
+        many = np.arange(20)
+        broken.copy_many(many[::2], many[:10] + (1 << 40), np.full(10, 100, np.int32))
+        wanted = [list(range(0, 20, 2)), [at + (1 << 40) for at in range(10)], [100] * 10, (11, 12, 1, 77)]
+        assert seen == [wanted] and broken._batches
 
     def test_an_absent_kernel_says_what_to_run(self, broken):
         with pytest.raises(DeviceError, match=r"no kernel embed/v41 for sm_90a.*dsuf build --sm sm_90a"):
