@@ -84,7 +84,7 @@ def test_the_built_in_checkpoint_calls_a_tool_and_goes_on_from_its_result(reposi
     listing = CORPUS["listing"]
     said, lines = ask_the_toy(listing["task"], repository, tmp_path)
     assert said == listing["done"]
-    # the title, the call, and what follows its result: turns of one session, the last of them with the first one's cache
+    # the title, the call, and what follows its result, with the cache of the call
     assert sorted(line["finish_reason"] for line in lines) == ["stop", "stop", "tool_calls"]
     call = next(line for line in lines if line["finish_reason"] == "tool_calls")
     last = max(lines, key=lambda line: line["prompt_tokens"])
