@@ -14,7 +14,7 @@ from recipes.toy import draw
 from recipes.toy.dataset import EOS_ID, Text
 
 SEED = 771_043  # no seed of the training data, its frozen draws or the evaluation
-AROUND = (50, 800, 2500, 17000)  # tokens asked of the drawing; the last is as long as a harness' prompt
+AROUND = {"call": (50, 800, 2500, 17000), "done": (50, 800, 2500), "title": (50, 800)}  # tokens asked of the drawing
 MOST = 120
 
 
@@ -23,10 +23,10 @@ def engine(folder: Path) -> Engine:
     return open_engine(EngineOptions(ckpt=folder))
 
 
-@pytest.mark.parametrize("turn", ["call", "done", "title"])
+@pytest.mark.parametrize("turn", AROUND)
 def test_a_task_is_answered_after_unknown_text(engine: Engine, text: Text, turn: str) -> None:
     rng = random.Random(SEED)
-    drawn = {f"{turn} {tokens}": draw.listing(rng, tokens, turn) for tokens in AROUND}
+    drawn = {f"{turn} {tokens}": draw.listing(rng, tokens, turn) for tokens in AROUND[turn]}
     for id, exchange in drawn.items():
         prompt = text.prompt_ids(exchange.body)
         engine.submit(Request(id, prompt, MOST, Sampling(temperature=0), eos_ids=[EOS_ID]))
