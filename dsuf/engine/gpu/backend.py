@@ -3,8 +3,7 @@
 `enqueue` queues a step while the one before still runs; `poll` hands over what the ring of results shows. The device
 knows first where a sequence ends, so a step that was queued too late for one finds its slot inactive and runs nothing
 for it. Where a grammar binds somebody, the host waits for each step's drafts and for the step before, to say what may
-follow while the step's layers run; the device waits for it only at their end. A step whose logits the host wants (a
-trace) is waited for.
+follow while the step's layers run. A step whose logits the host wants (a trace) is waited for.
 
 The prompt's last token is the first row of the decode path: prefill runs the ones before it.
 """
@@ -26,9 +25,9 @@ from dsuf.engine.gpu.held import Held, Pass, admission
 from dsuf.engine.gpu.machine import Machine
 from dsuf.engine.gpu.prefilling import Prefilling
 from dsuf.engine.gpu.step_graph import Bucket, Entry, bucket_of, splits
-from dsuf.engine.messages import FinishReason, TokenLogprobs
+from dsuf.engine.messages import FinishReason, Request, Sampling, TokenLogprobs
 from dsuf.engine.options import EngineOptions
-from dsuf.engine.pieces import Piece
+from dsuf.engine.pieces import LEAST_ROWS, Piece
 from dsuf.engine.sequence import Sequence, StepRecord
 from dsuf.engine.tier import Buffer
 from dsuf.errors import DeviceError, UsageError
@@ -86,6 +85,28 @@ class GpuBackend:
         self._pages, self._graph = self._machine.pages, self._machine.steps
         self._copies = Copies(self._pages)
         self._prefilling = Prefilling(self._machine, self._options)
+
+    def warm_up(self) -> None:
+        self._graph.warm_up(self._options.max_sequences, drafts=self._options.draft)
+        pieces, most = self._prefilling.pieces, self.limits.max_context
+        self._rehearse(pieces.rehearsal(min(LEAST_ROWS + 1, most)))  # the very first ones take longer
+        for piece, seconds in self._rehearse(pieces.rehearsal(most)):
+            pieces.took(piece, seconds)
+
+    def _rehearse(self, rehearsal: list[Piece]) -> list[tuple[Piece, float]]:
+        """Read a prompt in these pieces, up to its first token; what each took."""
+        ids = np.random.default_rng(0).integers(self._machine.spec.vocab_size, size=rehearsal[-1].prefilled)
+        request = Request("warm-up", ids.tolist(), 1, Sampling(temperature=0))
+        held = self._open(Sequence(request, 1, draft=False, verify=None, trace=None))
+        times = [self._clock()]
+        for piece in rehearsal:
+            self._prefilling.run(held, piece)
+            self._device.record().wait()
+            times.append(self._clock())
+        self._first_token(held)
+        self._prefilling.pieces.first_took(self._clock() - times[-1])
+        self.release(held.sequence)
+        return [(piece, after - before) for piece, before, after in zip(rehearsal, times, times[1:], strict=False)]
 
     @property
     def limits(self) -> Limits:

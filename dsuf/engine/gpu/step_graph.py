@@ -17,6 +17,7 @@ drafts and makes masks of what may follow them while the device scores, and the 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -163,6 +164,24 @@ class StepGraphs:
         self._send(batch_table(entries))
         if bucket.groups:
             self._run(bucket, "draft")
+
+    def warm_up(self, sequences: int, *, drafts: bool) -> None:
+        """Capture what steps of up to so many sequences run where all draft or nobody does, and run it for nobody, so
+        that no stream waits for that later.
+        """
+        if not self.graphs:
+            return
+        rows = self.model.spec.dspark_block_size + 1
+        some = [Bucket(rows * groups, groups, groups) for groups in GROUPS] if drafts else []
+        some += [Bucket(size, 0, size) for size in (PLAIN_ROWS[:1] if drafts else PLAIN_ROWS)]
+        most = next((size for size in (GROUPS if drafts else PLAIN_ROWS) if size >= sequences), MOST_ROWS)
+        for sampled, masked in itertools.product((False, True), repeat=2):
+            for bucket in (replace(one, sampled=sampled, masked=masked) for one in some if one.count <= most):
+                self.draft(bucket, [])
+                if masked:
+                    self.score(bucket)
+                self.verify(bucket)
+        self.device.synchronize()
 
     def score(self, bucket: Bucket) -> None:
         """The second half up to its logits, for a bucket with masks; `send_masks` and `verify` must follow."""

@@ -51,6 +51,9 @@ class PlayedSteps:
         self.in_flight = 0
         self.deepest = 0
 
+    def warm_up(self, sequences: int, *, drafts: bool) -> None:
+        pass
+
     def admit(self, slot: int, record: np.ndarray) -> None:
         whole, number = record.view(np.int32), record.view(np.float32)
         own = {word: int(whole[word]) for word in range(32)}

@@ -229,3 +229,14 @@ def test_one_whose_grammar_fails_ends_alone_and_says_nothing_more():
     assert ids["a"] == expected(free) and ends["a"].reason == "length"
     assert ends["b"].reason == "error" and "no more" in ends["b"].message
     assert 9 < len(ids["b"]) < 40 and not any(token % 2 for token in ids["b"])
+
+
+def test_a_warm_backend_has_nothing_left_of_it_and_knows_what_passes_take():
+    engine = played_engine(delay=0)
+    backend, times = engine.backend, iter(range(10**6))
+    backend._clock = lambda: float(next(times))
+    backend.warm_up()
+    assert not backend._pages.held and not backend._held and backend.poll() == [] and engine.idle
+    pieces = backend._prefilling.pieces
+    assert pieces.seconds(pieces.next(5, 0, 0, 5, 10.0)) > 0
+    assert run(engine, request := Request("a", [1, 2], 30, GREEDY))[0]["a"] == expected(request)

@@ -129,3 +129,22 @@ def test_a_bucket_is_captured_once_and_the_table_is_sent_when_it_changes():
     steps.inject((0,) * 7)
     steps.queue(one)
     assert [half for half, _ in steps.walked][3:] == ["draft"]  # its graph is made anew
+
+
+def test_what_usual_steps_run_is_captured_before_they_come():
+    steps = recorded(SimtDevice())
+    steps.warm_up(8, drafts=True)
+    known = list(steps.walked)
+    for count in range(1, 9):
+        batch = [Entry(slot, 6, drafts=True) for slot in range(count)]
+        for sampled in (False, True):
+            steps.queue(batch, sampled=sampled)
+            bucket = bucket_of(batch, BLOCK, sampled=sampled, masked=True)
+            steps.draft(bucket, batch)
+            steps.score(bucket)
+            steps.verify(bucket)
+    steps.queue([Entry(0, 1, drafts=False)])  # a prompt's first token
+    assert steps.walked == known
+    few = recorded(SimtDevice())
+    few.warm_up(2, drafts=False)
+    assert {bucket.rows for _, bucket in few.walked} == {1, 2}
