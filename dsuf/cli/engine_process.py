@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import multiprocessing
 import multiprocessing.process
 import os
@@ -203,4 +204,8 @@ def _open(options: EngineOptions, kv_socket: Path | None, progress: Progress) ->
     from dsuf.text.grammar import checkpoint_grammars
 
     tier = functools.partial(connect_tier, kv_socket) if kv_socket is not None else None
-    return open_engine(options, progress, class_map_of, checkpoint_grammars, tier)
+    engine = open_engine(options, progress, class_map_of, checkpoint_grammars, tier)
+    engine.backend.warm_up()
+    gc.collect()
+    gc.freeze()  # collections look at what requests leave, not at everything that was imported
+    return engine

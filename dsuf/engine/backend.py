@@ -81,6 +81,13 @@ class Backend(Protocol):
         """Read the weights. Raises CheckpointError, ConfigError or DeviceError before the first request."""
         ...
 
+    def warm_up(self) -> None:
+        """Do what would hold up the first requests of a server, after `load`; nothing is left of it but what it taught.
+
+        Whoever has one request alone does without.
+        """
+        ...
+
     def fits(self, sequence: Sequence, rows: int, budget_s: float) -> bool:
         """Whether a prompt's next pass, of up to `rows`, is to use the `budget_s` that others have left of a chunk.
 

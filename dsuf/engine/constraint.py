@@ -60,6 +60,14 @@ class Guard:
         None, with `fault` set, where the sequence cannot go on.
         """
         masks = np.zeros((len(drafts) + 1, -(-vocab_size // WORD)), np.uint32)
+        kept = self.fill(masks, drafts)
+        if kept is None:
+            return None
+        bits = np.unpackbits(masks[: kept + 1].astype("<u4").view(np.uint8), axis=1, bitorder="little")
+        return bits[:, :vocab_size].view(bool)
+
+    def fill(self, masks: np.ndarray, drafts: Items[int]) -> int | None:
+        """The same as `Constraint.fill`; None, with `fault` set, where the sequence cannot go on."""
         if self.fault is None:
             try:
                 kept = self._constraint.fill(masks, drafts)
@@ -70,10 +78,7 @@ class Guard:
                 kept = kept if filled.all() else int(np.argmin(filled)) - 1  # a draft leads where nothing may follow
                 if kept < 0:
                     self.fault = "the constraint allows no token to follow. Loosen the schema or regex."
-        if self.fault is not None:
-            return None
-        bits = np.unpackbits(masks[: kept + 1].astype("<u4").view(np.uint8), axis=1, bitorder="little")
-        return bits[:, :vocab_size].view(bool)
+        return kept if self.fault is None else None
 
 
 class Compiling:

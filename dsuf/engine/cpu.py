@@ -93,6 +93,9 @@ class CpuBackend:
             return limits
         return replace(limits, max_context=min(limits.max_context, limits.cache_pages * PAGE_TOKENS - limits.lookahead))
 
+    def warm_up(self) -> None:
+        pass
+
     def load(self, progress: Progress) -> None:
         progress("checkpoint", 0.0)
         checkpoint = Checkpoint.open(self._options.ckpt)

@@ -72,6 +72,7 @@ class Engine:
         self._rows = 0
         self._left_s = 0.0  # of the chunk between two decode steps; nothing: it is over
         self._fresh = False  # nobody has used that chunk yet
+        self._ahead = False  # a step may have been queued whose tokens nobody has seen
 
     @property
     def idle(self) -> bool:
@@ -114,13 +115,20 @@ class Engine:
     def step(self) -> list[Event]:
         """One turn of the wheel; [] when idle. What a backend raises goes through: `abort` then ends what runs."""
         self._settle()
+        if self._ahead and self._scheduler.prompts_due(self._clock()):
+            self._ahead = False
+            self._publish(self.backend.poll(wait=True))
+            if self._events:  # of steps that were queued before a prompt came; they do not wait for it
+                return self._take_events()
         worked = (self._fresh or self._left_s > 0) and self._prefill()
         if not worked:
             worked = self._decode()
             self._left_s, self._fresh = self.options.prefill_budget_s, True
             worked = worked or self._prefill()
         if worked:  # a chunk that follows must not hold back what a step has emitted
-            self._publish(self.backend.poll(wait=self._scheduler.prompts_due(self._clock())))
+            wait = self._scheduler.prompts_due(self._clock())
+            self._publish(self.backend.poll(wait=wait))
+            self._ahead = not wait
         elif not self._events and (self._gate.holds or self._copying):
             self._gate.wait()
         return self._take_events()

@@ -10,6 +10,7 @@ With N prompt tokens the passes read rows 0 .. N - 2: the last one belongs to th
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from dsuf.engine.pace import Pace
 
 LEAST_ROWS = 256  # of a pass that others wait for: fewer would read all weights for little
 TILE = 128  # rows that kernels take together
+REHEARSED = (256, 1024, 4096)  # rows of passes that tell what others take
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,14 @@ class Pieces:
         end = at + self._count(at, until, seconds)
         then = end if end < last else stop - 1 if self._tails else min(stop, prefilled + rows)
         return Piece(at, end - at, then, length - then)
+
+    def rehearsal(self, most: int) -> list[Piece]:
+        """All pieces of a prompt of at most `most` tokens that tell what pieces of others will take."""
+        lengths = [rows for rows in REHEARSED if rows <= self._most_rows] or [self._most_rows]
+        ends = [end for end in itertools.accumulate(lengths) if end < most] or [most - 1]
+        length = ends[-1] + 1
+        passes = [Piece(start, end - start, end, length - end) for start, end in itertools.pairwise([0, *ends])]
+        return [*passes, Piece(length - 1, 0, length, 0)]
 
     def seconds(self, piece: Piece) -> float:
         """What it is expected to take, the first token's step included; 0.0 as long as nothing is known."""

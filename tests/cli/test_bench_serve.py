@@ -207,6 +207,12 @@ class TestClient:
             played.status, played.pieces = 200, [DONE]
             assert self.one(played).error == "the answer is empty"
 
+    def test_tokens_that_show_no_text_are_an_answer_which_comes_with_its_end(self):
+        with played_server() as played:
+            played.pieces, played.gap_s = [event(finish="length", usage=1), DONE], 0.02
+            record = self.one(played)
+        assert record.error == "" and record.output_tokens == 1 and len(record.events) == 1 and record.ttft_s >= 0.01
+
     def test_nobody_there(self):
         record = asyncio.run(Target("http://127.0.0.1:9", None).send({}, Record("")))
         assert record.error.startswith("cannot connect")

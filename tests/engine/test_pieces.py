@@ -115,6 +115,28 @@ class TestPace:
             assert 0 <= pace.rows(seconds, start) <= 8192
 
 
+@pytest.mark.parametrize("most", [2, 100, 257, 300, 5000, 1 << 20])
+@pytest.mark.parametrize("most_rows", [48, 4096])
+def test_a_rehearsal_is_a_whole_prompt_that_fits(most, most_rows):
+    rehearsal = pieces_of(most_rows=most_rows).rehearsal(most)
+    assert [piece.start for piece in rehearsal] == [0, *(piece.start + piece.rows for piece in rehearsal[:-1])]
+    assert all(0 < piece.rows <= most_rows for piece in rehearsal[:-1]) and rehearsal[-1].rows == 0
+    assert rehearsal[-1].left == 0 and rehearsal[-1].prefilled == rehearsal[-1].start + 1 <= most
+
+
+@pytest.mark.parametrize("budget_s", [0.12, 0.2])
+def test_after_a_rehearsal_the_first_chunks_keep_to_their_budget_and_use_it(budget_s):
+    pieces, rng = pieces_of(), random.Random(3)
+
+    def cost(piece):
+        return (stairs_s(piece.rows) if piece.rows else TAIL_S) * rng.gauss(1, 0.02)
+
+    for piece in pieces.rehearsal(1 << 20):
+        pieces.took(piece, cost(piece))
+    times = [took for _, took in read(pieces, 60_000, budget_s, cost)]
+    assert max(times) <= 1.1 * budget_s and sum(times[:3]) > 3 * 0.6 * budget_s
+
+
 def stairs_s(rows):
     """128 experts with 6 rows of 128 take 128 rows at a time: a second tile of many begins at about 2,700 rows."""
     mean = 6 * rows / 128

@@ -16,7 +16,9 @@ from tests.support.serving import encode, in_steps, running_server, v41_text, v4
 
 pytestmark = pytest.mark.system
 
-CORPUS = Path(__file__).parents[2] / "recipes" / "toy" / "corpus" / "harness.toml"
+CORPUS = tomllib.loads(
+    (Path(__file__).parents[2] / "recipes" / "toy" / "corpus" / "harness.toml").read_text(encoding="utf-8")
+)
 TASK = "summarize this repo"
 TITLE_TOKENS = 64
 LOOK = f"I look.</think>\n\n{call('bash', command='ls && cat README.md', description='Look around')}"
@@ -58,14 +60,33 @@ def test_it_calls_a_tool_and_goes_on_from_its_result(repository: Path, tmp_path:
     assert [line["finish_reason"] for line in lines].count("tool_calls") == 1
 
 
-def test_the_built_in_checkpoint_answers_it(repository: Path, tmp_path: Path) -> None:
+def ask_the_toy(task: str, repository: Path, tmp_path: Path) -> tuple[str, list[dict[str, object]]]:
+    """What the harness prints when the built-in checkpoint serves it, and the server's lines."""
     server = Serve(tmp_path, "--ckpt", "toy")
     try:
-        done = run_harness(server.url, TASK, repository, tmp_path / "home")
+        done = run_harness(server.url, task, repository, tmp_path / "home")
         lines = server.lines()
     finally:
         server.process.terminate()
         server.process.wait(10)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == tomllib.loads(CORPUS.read_text(encoding="utf-8"))["summary"]["answer"]
-    assert len(lines) == 2 and all(line["status"] == "ok" for line in lines)
+    assert all(line["status"] == "ok" for line in lines)
+    return done.stdout.strip(), lines
+
+
+def test_the_built_in_checkpoint_answers_it(repository: Path, tmp_path: Path) -> None:
+    said, lines = ask_the_toy(TASK, repository, tmp_path)
+    assert said == CORPUS["summary"]["answer"]
+    assert len(lines) == 2
+
+
+def test_the_built_in_checkpoint_calls_a_tool_and_goes_on_from_its_result(repository: Path, tmp_path: Path) -> None:
+    listing = CORPUS["listing"]
+    said, lines = ask_the_toy(listing["task"], repository, tmp_path)
+    assert said == listing["done"]
+    # the title, the call, and what follows its result, with the cache of the call
+    assert sorted(line["finish_reason"] for line in lines) == ["stop", "stop", "tool_calls"]
+    call = next(line for line in lines if line["finish_reason"] == "tool_calls")
+    last = max(lines, key=lambda line: line["prompt_tokens"])
+    assert last["prompt_tokens"] > call["prompt_tokens"] + call["completion_tokens"]
+    assert last["cached_tokens"] >= call["prompt_tokens"]

@@ -25,7 +25,7 @@ class Record:
     group: str
     queued_s: float = 0.0  # held back by --max-concurrency
     sent: float = 0.0
-    events: list[float] = field(default_factory=list)  # arrivals of output
+    events: list[float] = field(default_factory=list)  # arrivals of output, or of the end where its tokens show no text
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
@@ -117,7 +117,10 @@ class Target:
         finally:
             transport.abort()
         if not record.error and not record.events:
-            record.error = "the answer is empty"
+            if record.output_tokens:  # a part of a character, a special token
+                record.events.append(reader.ended)
+            else:
+                record.error = "the answer is empty"
         return record
 
 
@@ -128,6 +131,7 @@ class _Reader(asyncio.Protocol):
         self.done = done
         self._record, self._parser = record, httptools.HttpResponseParser(self)
         self._rest, self._texts = b"", []
+        self.ended = 0.0
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the server."""
@@ -176,6 +180,7 @@ class _Reader(asyncio.Protocol):
 
     def _end(self, error: str) -> None:
         if not self.done.done():
+            self.ended = time.perf_counter()
             self._record.error = self._record.error or error
             self._record.text = "".join(self._texts)
             self.done.set_result(None)

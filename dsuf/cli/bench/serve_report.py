@@ -86,6 +86,7 @@ def mix_metrics(run: MixRun) -> dict[str, float]:
         failed = [record for record in run.records if record.group == group and record.error]
         metrics |= spread(f"{group}_ttft", [record.ttft_s for record in good])
         metrics[f"{group}_completed"], metrics[f"{group}_failed"] = len(good), len(failed)
+    # of every one that was answered; the phase lasts until the last of them
     taken = sum(record.prompt_tokens for record in run.records if record.group == LONG and not record.error)
     metrics["long_prompt_tokens_per_s"] = taken / (run.ended - run.mixed)
     return metrics

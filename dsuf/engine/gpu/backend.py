@@ -2,7 +2,8 @@
 
 `enqueue` queues a step while the one before still runs; `poll` hands over what the ring of results shows. The device
 knows first where a sequence ends, so a step that was queued too late for one finds its slot inactive and runs nothing
-for it. A step whose drafts the host must see (constraints) or whose logits it wants (a trace) makes the host wait.
+for it. Where a grammar binds somebody, the host waits for each step's drafts and for the step before, to say what may
+follow while the step's layers run. A step whose logits the host wants (a trace) is waited for.
 
 The prompt's last token is the first row of the decode path: prefill runs the ones before it.
 """
@@ -24,9 +25,9 @@ from dsuf.engine.gpu.held import Held, Pass, admission
 from dsuf.engine.gpu.machine import Machine
 from dsuf.engine.gpu.prefilling import Prefilling
 from dsuf.engine.gpu.step_graph import Bucket, Entry, bucket_of, splits
-from dsuf.engine.messages import FinishReason, TokenLogprobs
+from dsuf.engine.messages import FinishReason, Request, Sampling, TokenLogprobs
 from dsuf.engine.options import EngineOptions
-from dsuf.engine.pieces import Piece
+from dsuf.engine.pieces import LEAST_ROWS, Piece
 from dsuf.engine.sequence import Sequence, StepRecord
 from dsuf.engine.tier import Buffer
 from dsuf.errors import DeviceError, UsageError
@@ -43,6 +44,7 @@ AHEAD = 2  # steps that may be queued and not yet collected
 REASONS: dict[int, FinishReason] = {words.STOP: "stop", words.LENGTH: "length"}
 PAUSE_S = 20e-6  # between looks at the ring
 LOOK_S = 2e-3  # between looks at the device, whether it still lives
+ANY = np.uint32(0xFFFFFFFF)  # of a mask: all of these tokens
 
 
 class GpuBackend:
@@ -83,6 +85,28 @@ class GpuBackend:
         self._pages, self._graph = self._machine.pages, self._machine.steps
         self._copies = Copies(self._pages)
         self._prefilling = Prefilling(self._machine, self._options)
+
+    def warm_up(self) -> None:
+        self._graph.warm_up(self._options.max_sequences, drafts=self._options.draft)
+        pieces, most = self._prefilling.pieces, self.limits.max_context
+        self._rehearse(pieces.rehearsal(min(LEAST_ROWS + 1, most)))  # the very first ones take longer
+        for piece, seconds in self._rehearse(pieces.rehearsal(most)):
+            pieces.took(piece, seconds)
+
+    def _rehearse(self, rehearsal: list[Piece]) -> list[tuple[Piece, float]]:
+        """Read a prompt in these pieces, up to its first token; what each took."""
+        ids = np.random.default_rng(0).integers(self._machine.spec.vocab_size, size=rehearsal[-1].prefilled)
+        request = Request("warm-up", ids.tolist(), 1, Sampling(temperature=0))
+        held = self._open(Sequence(request, 1, draft=False, verify=None, trace=None))
+        times = [self._clock()]
+        for piece in rehearsal:
+            self._prefilling.run(held, piece)
+            self._device.record().wait()
+            times.append(self._clock())
+        self._first_token(held)
+        self._prefilling.pieces.first_took(self._clock() - times[-1])
+        self.release(held.sequence)
+        return [(piece, after - before) for piece, before, after in zip(rehearsal, times, times[1:], strict=False)]
 
     @property
     def limits(self) -> Limits:
@@ -175,63 +199,49 @@ class GpuBackend:
         return Entry(held.slot, 1 + (block if sequence.verify is None else min(sequence.verify, block)), drafts=True)
 
     def _step(self, held: list[Held], *, first: bool = False) -> None:
-        """Queue one step; look between its halves, or wait for its end, where somebody needs that."""
+        """Queue one step; say meanwhile what may follow, or wait for its end, where somebody needs that."""
         entries = [Entry(one.slot, 1, drafts=False) if first else self._entry_of(one) for one in held]
         sampling = [one.sequence.request.sampling for one in held]
-        masked = any(one.sequence.constraint is not None for one in held)
         bucket = bucket_of(
             entries,
             self._machine.spec.dspark_block_size,
             sampled=any(one.temperature > 0 for one in sampling),
-            masked=masked,
+            masked=any(one.sequence.constraint is not None for one in held),
             logprobs=any(one.logprobs is not None for one in sampling),
         )
-        if masked:
-            self._collect(wait=0)  # what may follow depends on every token so far
-            held = self._without_faults(held)
-            if not held:
-                return
-            entries = [Entry(one.slot, 1, drafts=False) if first else self._entry_of(one) for one in held]
         self._graph.draft(bucket, entries)
-        if masked:
-            self._constrain(held, entries, bucket)
+        failed = self._constrain(held, entries, bucket) if bucket.masked else []
         number = self._graph.verify(bucket)
+        for one in failed:
+            self._graph.set(one.slot, active=False)
         starts = np.cumsum([0, *(entry.rows for entry in entries)])[:-1]
         self._queued.append(Pass(number, tuple(held), tuple(map(int, starts)), self._device.record(), first))
         self._steps += not first
         if any(one.sequence.trace is not None and one.sequence.trace.keep_logits for one in held):
             self._collect(wait=0)
 
-    def _without_faults(self, held: list[Held]) -> list[Held]:
-        """Those whose constraint can go on; the others end here."""
-        left = []
-        for one in held:
-            constraint = one.sequence.constraint
-            if constraint is not None and constraint.allowed([], self._machine.spec.vocab_size) is None:
-                self._fail(one)
-            else:
-                left.append(one)
-        return left
+    def _constrain(self, held: list[Held], entries: list[Entry], bucket: Bucket) -> list[Held]:
+        """Let the step score its rows and make their masks meanwhile; who cannot go on: of those it means nothing.
 
-    def _fail(self, held: Held) -> None:
-        self._emitted.append(Emitted(held.sequence, [], "error", message=held.sequence.constraint.fault))
-        self._graph.set(held.slot, active=False)
-
-    def _constrain(self, held: list[Held], entries: list[Entry], bucket: Bucket) -> None:
-        """Masks and limits of the rows, from the drafts that the first half has just made."""
+        Rows after a forbidden draft, which is rejected for sure, may be followed by anything.
+        """
+        self._graph.score(bucket)
+        self._collect(wait=0)  # what may follow depends on every token so far
         drafts = self._graph.drafts(entries) if bucket.groups else [[] for _ in entries]
-        vocabulary = self._machine.spec.vocab_size
-        limits = np.full(words.MOST_ROWS, words.MOST_ROWS, np.int32)
-        masks: dict[int, np.ndarray] = {}
+        failed, rows = [], {}
         for index, (one, own) in enumerate(zip(held, drafts, strict=True)):
             if one.sequence.constraint is None:
                 continue
-            allowed = one.sequence.constraint.allowed(own, vocabulary)
-            if allowed is None:
-                self._fail(one)
-                continue
-            limits[index], masks[index] = len(allowed), allowed
-        self._graph.send_masks(limits, masks)
+            masks = self._graph.masks[index, : len(own) + 1]
+            kept = one.sequence.constraint.fill(masks, own)
+            masks[0 if kept is None else kept + 1 :] = ANY
+            rows[index] = len(masks)
+            if kept is None:
+                failed.append(one)
+                one.generation = -1  # steps under way say nothing of it
+                self._emitted.append(Emitted(one.sequence, [], "error", message=one.sequence.constraint.fault))
+        self._graph.send_masks(rows)
+        return failed
 
     # ---- what came out
 

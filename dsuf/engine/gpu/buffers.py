@@ -142,7 +142,6 @@ class Workspace:
     picked: int  # int32 [R]
     drafts: int  # int32 [R], by draft row
     confidence: int  # float32 [R]
-    limit: int  # int32 [R]: rows that a constraint allows, by member
     mask: int  # uint32 [6 R, ceil(V / 32)]
     nowhere: int  # history that nobody reads
     capacity: int  # entries that scores have room for
@@ -191,7 +190,7 @@ def sizes_of(spec: Spec, max_context: int) -> dict[str, int | tuple[int, ...]]:
         "engram_scales": scale_stride(gathered), "engram_kv": 2 * (mixes.STREAMS + 1) * d, "taps": (2 * d,) * taps,
         "tap_codes": taps * d, "tap_scales": scale_stride(taps * d), "features": 2 * d, "feature_codes": d,
         "feature_scales": scale_stride(d), "logits": 4 * spec.vocab_size, "draft_logits": 4 * spec.vocab_size,
-        "records": 4 * RECORD, "draft_records": 4 * RECORD, "picked": 4, "drafts": 4, "confidence": 4, "limit": 4,
+        "records": 4 * RECORD, "draft_records": 4 * RECORD, "picked": 4, "drafts": 4, "confidence": 4,
         "mask": 4 * (spec.dspark_block_size + 1) * -(-spec.vocab_size // 32),
     }  # fmt: skip
     sizes: dict[str, int | tuple[int, ...]] = {

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 PLACES = 4  # on the device for what leaves it: so many snapshots can begin before one's state has arrived
 LANDINGS = 2  # the same for what comes
 RECENT = 2  # pages at most that the last 24 tokens lie in
-SOON = 64  # pages that are on their way before the others are planned
+SOON = 32  # pages that are on their way before the others are planned
 
 
 @dataclass
@@ -143,11 +143,11 @@ class Copies:
         else:
             job = self._staged(number, place, pages, state, numbers, recent, sources, finish)
         self.pages.copies = number
-        start = np.array([min(decoder_start, position)], "<i8").view(np.uint8)
-        hand_over(spread(start, state, into=True, at=self.layout.decoder_start_offset))
         self._places.append((place, job.first))
         self._jobs.append(job)
         self.progress()
+        start = np.array([min(decoder_start, position)], "<i8").view(np.uint8)
+        hand_over(spread(start, state, into=True, at=self.layout.decoder_start_offset))
         return number
 
     def progress(self) -> int:
@@ -173,10 +173,10 @@ class Copies:
         self, place: int, state: Sequence[Buffer], sources: np.ndarray, recent: np.ndarray, targets: np.ndarray
     ) -> Iterator[Runs]:
         """A snapshot's state and latest pages, whose place is to be used again, then the others."""
-        base, size = self._registered.begin, self.pages.page_bytes
         latest = zip(targets[recent].tolist(), sources[recent].tolist(), strict=True)
         first = [(there, here, count) for here, there, count in self._state_runs(place, state)]
-        yield Runs.few([*first, *((to, of, size) for to, of in latest)], "targets", base, self._cut)
+        first += [(to, of, self.pages.page_bytes) for to, of in latest]
+        yield Runs.few(first, "targets", self._registered.begin, self._cut)
         yield from self._page_runs(targets[~recent], sources[~recent], "targets")
 
     def _state_runs(self, place: int, state: Sequence[Buffer]) -> Iterator[tuple[int, int, int]]:
@@ -189,10 +189,12 @@ class Copies:
             at += count
 
     def _page_runs(self, targets: np.ndarray, sources: np.ndarray, side: str) -> Iterator[Runs]:
-        """The first ones apart: the link has something to do while the others are planned."""
-        sizes = np.full(len(targets), self.pages.page_bytes, np.int64)
-        for part in (slice(SOON), slice(SOON, None)):
-            yield Runs.of(targets[part], sources[part], sizes[part]).split(side, self._registered.begin, self._cut)
+        """The first ones by hand: the link has something to do while the others are planned."""
+        base, size = self._registered.begin, self.pages.page_bytes
+        soon = zip(targets[:SOON].tolist(), sources[:SOON].tolist(), strict=True)
+        yield Runs.few([(to, of, size) for to, of in soon], side, base, self._cut)
+        targets, sources = targets[SOON:], sources[SOON:]
+        yield Runs.of(targets, sources, np.full(len(targets), size)).split(side, base, self._cut)
 
     def _direct(self, pages: SharedPages, state: Sequence[Buffer]) -> np.ndarray | None:
         """Addresses of the pages, if these and the state lie in registered memory."""

@@ -9,13 +9,17 @@ what its sequences ask for beside tokens. Its graphs are captured when it is fir
 live in the slots on the device, so a captured graph serves every batch; the batch table alone is written by the host,
 when it changes. The ring of results lies in page-locked memory; the device writes each entry's flag last.
 
+Where somebody is bound to a grammar, verify is two graphs, score (up to the logits) and choose: the host reads the
+drafts and makes masks of what may follow them while the device scores, and the device waits for nobody.
+
 `graphs` False launches the kernels one by one instead: the slow twin.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +32,7 @@ from dsuf.kernels import slots as words
 from dsuf.kernels.slots import MOST_ROWS, Record
 
 if TYPE_CHECKING:
-    from dsuf.engine.gpu.device import Device, Graph
+    from dsuf.engine.gpu.device import Device, Event, Graph
 
 RING = 16  # steps whose results are kept
 STAGES = 8  # batch tables on their way
@@ -95,14 +99,6 @@ def batch_table(entries: Sequence[Entry]) -> np.ndarray:
     return table
 
 
-def mask_rows(allowed: np.ndarray, vocabulary: int) -> np.ndarray:
-    """bool [rows, V] -> uint8 [rows, 4 ceil(V / 32)]: bit t of word w allows token 32 w + t."""
-    rows = np.zeros((len(allowed), 4 * -(-vocabulary // 32)), np.uint8)
-    packed = np.packbits(allowed, axis=1, bitorder="little")
-    rows[:, : packed.shape[1]] = packed
-    return rows
-
-
 class StepGraphs:
     """See the module. One thread; steps are queued on the device's current stream."""
 
@@ -121,8 +117,18 @@ class StepGraphs:
         self._on_device: np.ndarray | None = None  # the batch table as the device has it
         self._ring = device.pinned(RING * words.RING_BYTES)
         self.tokens = device.pinned(RING * MOST_ROWS * words.LOGPROB_BYTES)
+        self._drafted = device.pinned(4 * MOST_ROWS).view(np.int32)
+        self._known: Event | None = None  # the drafts of the step under way are there
+        row_words, rows = -(-model.spec.vocab_size // 32), model.spec.dspark_block_size + 1
+        # uint32 [entries, rows, words]: what may follow, for the step under way; bit t of word w: token 32 w + t
+        self.masks = device.pinned(4 * MOST_ROWS * rows * row_words).view(np.uint32)
+        self.masks = self.masks.reshape(MOST_ROWS, rows, row_words)
         self.queued = 0  # steps so far
         self._captured: dict[tuple[Bucket, str], Graph] = {}
+        self._walks = {
+            "draft": self._draft_walk, "verify": self._verify_walk, "score": self._score_walk,
+            "choose": self._choose_walk,
+        }  # fmt: skip
         self._injected: tuple[int, ...] | None = None
 
     def _rows(self) -> Rows:
@@ -159,9 +165,34 @@ class StepGraphs:
         if bucket.groups:
             self._run(bucket, "draft")
 
+    def warm_up(self, sequences: int, *, drafts: bool) -> None:
+        """Capture what steps of up to so many sequences run where all draft or nobody does, and run it for nobody, so
+        that no stream waits for that later.
+        """
+        if not self.graphs:
+            return
+        rows = self.model.spec.dspark_block_size + 1
+        some = [Bucket(rows * groups, groups, groups) for groups in GROUPS] if drafts else []
+        some += [Bucket(size, 0, size) for size in (PLAIN_ROWS[:1] if drafts else PLAIN_ROWS)]
+        most = next((size for size in (GROUPS if drafts else PLAIN_ROWS) if size >= sequences), MOST_ROWS)
+        for sampled, masked in itertools.product((False, True), repeat=2):
+            for bucket in (replace(one, sampled=sampled, masked=masked) for one in some if one.count <= most):
+                self.draft(bucket, [])
+                if masked:
+                    self.score(bucket)
+                self.verify(bucket)
+        self.device.synchronize()
+
+    def score(self, bucket: Bucket) -> None:
+        """The second half up to its logits, for a bucket with masks; `send_masks` and `verify` must follow."""
+        if bucket.groups:
+            self.device.copy_async(self._drafted.ctypes.data, self.model.work.drafts, self._drafted.nbytes)
+            self._known = self.device.record()
+        self._run(bucket, "score")
+
     def verify(self, bucket: Bucket) -> int:
-        """The second half; the number of the step."""
-        self._run(bucket, "verify")
+        """The second half, or what `score` left of it; the number of the step."""
+        self._run(bucket, "choose" if bucket.masked else "verify")
         self.queued += 1
         return self.queued
 
@@ -182,25 +213,25 @@ class StepGraphs:
         raw = self.device.download(self.model.work.logits + 4 * first * vocabulary, 4 * count * vocabulary)
         return list(raw.view(np.float32).reshape(count, vocabulary))
 
-    # ---- between the halves
+    # ---- while a step scores
 
     def drafts(self, entries: Sequence[Entry]) -> list[list[int]]:
-        """What the first half drafted for each entry; waits for it."""
+        """What the first half drafted for each entry; waits for that, not for what `score` has queued."""
+        if self._known is not None:
+            self._known.wait()
         block = self.model.spec.dspark_block_size
-        raw = self.device.download(self.model.work.drafts, 4 * MOST_ROWS).view(np.int32)
         found, row = [], 0
         for entry in entries:
-            found.append(raw[row : row + entry.rows - 1].tolist() if entry.drafts else [])
+            found.append(self._drafted[row : row + entry.rows - 1].tolist() if entry.drafts else [])
             row += block if entry.drafts else 0
         return found
 
-    def send_masks(self, limits: np.ndarray, masks: dict[int, np.ndarray]) -> None:
-        """limits int32 [MOST_ROWS]: rows that each entry may run; masks: by entry, bool [rows, V] of allowed tokens."""
-        w, spec = self.model.work, self.model.spec
-        self.device.upload(w.limit, limits)
-        for entry, allowed in masks.items():
-            rows = mask_rows(allowed, spec.vocab_size)
-            self.device.upload(w.mask + entry * (spec.dspark_block_size + 1) * rows.shape[1], rows)
+    def send_masks(self, rows: dict[int, int]) -> None:
+        """Queue copying the first so many rows of `masks`, by entry."""
+        entry_bytes, row_bytes = self.masks[0].nbytes, self.masks[0, 0].nbytes
+        for entry, count in rows.items():
+            target = self.model.work.mask + entry * entry_bytes
+            self.device.copy_async(target, self.masks[entry].ctypes.data, count * row_bytes)
 
     def _send(self, table: np.ndarray) -> None:
         if self._on_device is not None and np.array_equal(table, self._on_device):
@@ -212,7 +243,9 @@ class StepGraphs:
         self.device.copy_async(self._table, stage.ctypes.data, stage.nbytes)
 
     def _run(self, bucket: Bucket, half: str) -> None:
-        walk = self._draft_walk if half == "draft" else self._verify_walk
+        walk = self._walks[half]
+        if half == "draft":  # drafts are the same whatever becomes of them
+            bucket = replace(bucket, masked=False, logprobs=False)
         if not self.graphs:
             walk(bucket, self.device.launch)
             return
@@ -225,7 +258,9 @@ class StepGraphs:
 
     def launches(self, bucket: Bucket) -> dict[str, int]:
         """Kernels in each of a captured bucket's graphs."""
-        return {half: graph.launches for (kept, half), graph in self._captured.items() if kept == bucket}
+        keys = {half: (bucket, half) for half in ("verify", "score", "choose")}
+        keys["draft"] = replace(bucket, masked=False, logprobs=False), "draft"
+        return {half: self._captured[key].launches for half, key in keys.items() if key in self._captured}
 
     def inject(self, arguments: tuple[int, ...] | None) -> None:
         """Overwrite the drafts of all later steps (dsuf.kernels.inject, from its third argument on); None: no more."""
@@ -252,19 +287,23 @@ class StepGraphs:
         return draft_walk.Batch(self.slots, self._table, bucket.count, bucket.groups, bucket.sampled)
 
     def _verify_walk(self, bucket: Bucket, launch: Any) -> None:
-        m, w = self.model, self.model.work
-        k = Launches(launch, m.spec, self.rows, bucket.rows, m.rank)
+        self._score_walk(bucket, launch)
+        self._choose_walk(bucket, launch)
+
+    def _score_walk(self, bucket: Bucket, launch: Any) -> None:
+        m, w, k = self.model, self.model.work, self._launches(bucket, launch)
         table, draft_table = self.rows.table, self.draft_rows.table if bucket.groups else 0
         launch(
             "rows.verify", self.slots, self._table, bucket.count, draft_table, w.drafts, w.confidence,
-            w.limit if bucket.masked else 0, table, self.counters, bucket.rows, m.spec.sliding_window, grid=(1, 1),
+            0, table, self.counters, bucket.rows, m.spec.sliding_window, grid=(1, 1),
         )  # fmt: skip
         step_walk.backbone(k, m)
         step_walk.head(k, m, w.logits)
-        self._choose(bucket, launch)
-        draft_walk.windows(k, m)
 
-    def _choose(self, bucket: Bucket, launch: Any) -> None:
+    def _launches(self, bucket: Bucket, launch: Any) -> Launches:
+        return Launches(launch, self.model.spec, self.rows, bucket.rows, self.model.rank)
+
+    def _choose_walk(self, bucket: Bucket, launch: Any) -> None:
         """From logits to emitted tokens, slots moved on and the ring written."""
         m, w, table = self.model, self.model.work, self.rows.table
         draft_table, vocabulary = self.draft_rows.table if bucket.groups else 0, m.spec.vocab_size
@@ -282,3 +321,4 @@ class StepGraphs:
             w.mask if bucket.masked else 0, table, draft_table, self.slots, self._table, self.counters,
             self._ring.ctypes.data, RING, bucket.count, vocabulary, grid=(8 * bucket.count, 1),
         )  # fmt: skip
+        draft_walk.windows(self._launches(bucket, launch), m)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 CUT = 2 << 20  # 40 us of the link
 BATCH = 256  # runs at most that are queued at once
-FIRST = 32  # at first, then as many as before: the link takes twice as long for a page as the host, and shall not wait
+FIRST = 40  # at first, then as many as before: the link takes twice as long for a page as the host, and shall not wait
 MOST = 3 * BATCH  # runs under way: with more, the driver lets the host wait
 
 
@@ -54,7 +54,7 @@ class Runs:
                 count = min(size - done, cut - (at + done) % cut)
                 parts.append((target + done, source + done, count))
                 done += count
-        return cls(*np.array(list(zip(*parts, strict=True)), np.int64).reshape(3, -1))
+        return cls(*np.array(list(zip(*parts, strict=True)), np.int64).reshape(3, len(parts)))
 
     def split(self, side: str, base: int, cut: int) -> Runs:
         """Cut where the "targets" or "sources", which lie in memory from `base` on, pass a multiple of `cut`."""

@@ -46,10 +46,13 @@ class PlayedSteps:
         self.delay, self.queued, self.rows_run = delay, 0, []
         self._results: dict[int, list[Record]] = {}
         self._looks: dict[int, int] = {}
-        self._masks: dict[int, np.ndarray] = {}
-        self._limits: np.ndarray | None = None
+        self.masks = np.zeros((48, BLOCK + 1, VOCABULARY // 32), np.uint32)
+        self._masks: dict[int, np.ndarray] = {}  # bool [rows, vocabulary] by entry
         self.in_flight = 0
         self.deepest = 0
+
+    def warm_up(self, sequences: int, *, drafts: bool) -> None:
+        pass
 
     def admit(self, slot: int, record: np.ndarray) -> None:
         whole, number = record.view(np.int32), record.view(np.float32)
@@ -68,13 +71,18 @@ class PlayedSteps:
     def drafts(self, entries: list[Entry]) -> list[list[int]]:
         return [self._drafts(e.slot)[: e.rows - 1] if e.drafts else [] for e in entries]
 
-    def send_masks(self, limits: np.ndarray, masks: dict[int, np.ndarray]) -> None:
-        self._limits, self._masks = limits, masks
+    def score(self, bucket: Bucket) -> None:
+        assert bucket.masked
+
+    def send_masks(self, rows: dict[int, int]) -> None:
+        for entry, count in rows.items():
+            bits = np.unpackbits(self.masks[entry, :count].view(np.uint8), axis=1, bitorder="little")
+            self._masks[entry] = bits.astype(bool)
 
     def verify(self, bucket: Bucket) -> int:
         self.queued += 1
         self._results[self.queued] = [self._run(i, entry) for i, entry in enumerate(self._entries)]
-        self._looks[self.queued], self._limits, self._masks = self.delay, None, {}
+        self._looks[self.queued], self._masks = self.delay, {}
         self.in_flight += 1
         self.deepest = max(self.deepest, self.in_flight)
         self.rows_run.append([record.rows for record in self._results[self.queued]])
@@ -105,8 +113,6 @@ class PlayedSteps:
         wanted = own[words.S_VERIFY] if own[words.S_VERIFY] >= 0 else 3
         judged = min(wanted, len(drafted), left, entry.rows - 1)
         rows = min(judged + 1, left)
-        if self._limits is not None:
-            judged, rows = min(judged, self._limits[index]), min(rows, self._limits[index])
         emitted, accepted, at = [], 0, token
         for row in range(rows):
             allowed = self._masks.get(index)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsuf.engine.engine import Engine
 from dsuf.engine.messages import Finished, Request, Sampling, Tokens
 from dsuf.engine.sequence import Trace
 from dsuf.errors import DeviceError
-from tests.engine.gpu.played import VOCABULARY, played_engine, text
+from tests.engine.gpu.played import PlayedSteps, played_engine, text
 
 GREEDY = Sampling(temperature=0)
 drafting = st.sampled_from([dict(draft=False)] + [dict(draft=True, verify=v) for v in ("auto", *range(6))])
@@ -119,8 +119,6 @@ class Even:
 
 @pytest.mark.parametrize("draft", [False, True])
 def test_a_constraint_holds_and_is_told_every_token(draft):
-    from dsuf.engine.engine import Engine
-
     made = []
     plain = played_engine(draft=draft, verify=5)
     engine = Engine(plain.backend, plain.options, constraints=lambda source: made.append(Even()) or made[-1])
@@ -153,10 +151,92 @@ def test_a_step_without_a_result_is_a_fault_and_no_endless_wait():
             engine.step()
 
 
-def test_masks_are_sent_as_bits():
-    from dsuf.engine.gpu.step_graph import mask_rows
+class Timeline(PlayedSteps):
+    """A device and a host with a clock: draft, score and choose take their time, a mask and a look at the ring too."""
 
-    allowed = np.zeros((2, VOCABULARY), bool)
-    allowed[0, 3] = allowed[1, 40] = True
-    rows = mask_rows(allowed, VOCABULARY).view(np.uint32)
-    assert rows.tolist() == [[8, 0], [0, 256]]
+    DRAFT_S, SCORE_S, CHOOSE_S, MASK_S, LOOK_S = 3e-3, 9e-3, 1e-3, 0.8e-3, 0.2e-3
+
+    def begin(self):
+        self.now = self.busy_until = self.known = 0.0
+        self.idle_s, self.ends = [], {}
+        return self
+
+    def _queue(self, seconds):
+        self.idle_s.append(max(self.now - self.busy_until, 0.0))
+        self.busy_until = max(self.now, self.busy_until) + seconds
+
+    def draft(self, bucket, entries):
+        super().draft(bucket, entries)
+        self._queue(self.DRAFT_S if bucket.groups else 0.0)
+        self.known = self.busy_until
+
+    def score(self, bucket):
+        super().score(bucket)
+        self._queue(self.SCORE_S)
+
+    def drafts(self, entries):
+        self.now = max(self.now, self.known)
+        return super().drafts(entries)
+
+    def verify(self, bucket):
+        self._queue(self.CHOOSE_S if bucket.masked else self.SCORE_S + self.CHOOSE_S)
+        number = super().verify(bucket)
+        self.ends[number] = self.busy_until
+        return number
+
+    def result(self, number):
+        self.now += self.LOOK_S
+        return super().result(number) if self.now >= self.ends[number] else None
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_masks_are_made_while_the_step_scores_and_the_device_never_waits(draft):
+    def step_s(*requests):
+        plain = played_engine(draft=draft, verify=5, delay=0)
+        steps = plain.backend._graph
+        steps.__class__ = Timeline
+        steps.begin()
+
+        class Slow(Even):
+            def fill(self, masks, drafts):
+                steps.now += Timeline.MASK_S * (len(drafts) + 1)
+                return super().fill(masks, drafts)
+
+        engine = Engine(plain.backend, plain.options, constraints=lambda source: Slow())
+        ids, _ = run(engine, *requests)
+        assert all(len(ids[request.id]) == request.max_tokens for request in requests)
+        middle = steps.idle_s[len(steps.idle_s) // 4 : len(steps.idle_s) // 2]
+        assert len(middle) > 10 and max(middle) == 0.0
+        ends = sorted(steps.ends.values())
+        return (ends[len(ends) // 2] - ends[len(ends) // 4]) / (len(ends) // 2 - len(ends) // 4)
+
+    free = [Request(name, [1, 2], 150, GREEDY) for name in "abc"]
+    bound, loose = (Request("d", [1, 2], 150, GREEDY, constraint=grammar) for grammar in ("even", None))
+    assert step_s(*free, bound) == pytest.approx(step_s(*free, loose), rel=1e-3)
+
+
+def test_one_whose_grammar_fails_ends_alone_and_says_nothing_more():
+    class Broken(Even):
+        def fill(self, masks, drafts):
+            if len(self.seen) > 9:
+                raise RuntimeError("no more")
+            return super().fill(masks, drafts)
+
+    plain = played_engine(verify=5)
+    engine = Engine(plain.backend, plain.options, constraints=lambda source: Broken())
+    free, bound = Request("a", [1, 2], 40, GREEDY), Request("b", [1, 2], 40, GREEDY, constraint="even")
+    ids, ends = run(engine, free, bound)
+    assert ids["a"] == expected(free) and ends["a"].reason == "length"
+    assert ends["b"].reason == "error" and "no more" in ends["b"].message
+    assert 9 < len(ids["b"]) < 40 and not any(token % 2 for token in ids["b"])
+
+
+def test_a_warm_backend_has_nothing_left_of_it_and_knows_what_passes_take():
+    engine = played_engine(delay=0)
+    backend, times = engine.backend, iter(range(10**6))
+    backend._clock = lambda: float(next(times))
+    backend.warm_up()
+    assert not backend._pages.held and not backend._held and backend.poll() == [] and engine.idle
+    pieces = backend._prefilling.pieces
+    assert pieces.seconds(pieces.next(5, 0, 0, 5, 10.0)) > 0
+    assert run(engine, request := Request("a", [1, 2], 30, GREEDY))[0]["a"] == expected(request)

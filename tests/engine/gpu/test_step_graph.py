@@ -70,11 +70,53 @@ class Recorded(StepGraphs):
         self.device.zero(self.counters, 4)
         self.walked.append(("verify", bucket))
 
+    def _score_walk(self, bucket, launch):
+        self.device.zero(self.counters, 4)
+        self.walked.append(("score", bucket))
+
+    def _choose_walk(self, bucket, launch):
+        self.device.zero(self.counters, 4)
+        self.walked.append(("choose", bucket))
+
+
+VOCABULARY = 70
+
+
+def recorded(device):
+    work = SimpleNamespace(
+        mask=device.allocate(MOST_ROWS * 6 * 12, "test"), drafts=device.allocate(4 * MOST_ROWS, "test")
+    )
+    spec = SimpleNamespace(dspark_block_size=BLOCK, vocab_size=VOCABULARY)
+    steps = Recorded(device, SimpleNamespace(spec=spec, work=work), 4)
+    steps.walked = []
+    return steps
+
+
+def test_drafts_come_and_masks_go_between_the_halves_of_the_second_graph():
+    device = SimtDevice()
+    steps = recorded(device)
+    work = steps.model.work
+    batch = [Entry(1, 6, drafts=True), Entry(2, 1, drafts=False), Entry(3, 4, drafts=True)]
+    device.zero(work.mask, MOST_ROWS * 6 * 12)
+    device.upload(work.drafts, np.arange(10, 10 + MOST_ROWS, dtype=np.int32))
+    bucket = bucket_of(batch, BLOCK, masked=True)
+    steps.draft(bucket, batch)
+    steps.score(bucket)
+    assert steps.drafts(batch) == [[10, 11, 12, 13, 14], [], [15, 16, 17]]
+    steps.masks[:] = 0
+    steps.masks[2, 1, 2] = 1 << 5  # token 69 may follow the third entry's first draft
+    steps.send_masks({2: 4})
+    assert steps.verify(bucket) == 1
+    assert [half for half, _ in steps.walked] == ["draft", "score", "choose"]
+    sent = device.download(work.mask, MOST_ROWS * 6 * 12).view(np.uint32)
+    assert np.flatnonzero(sent).tolist() == [(2 * 6 + 1) * 3 + 2]
+    steps.queue(batch)
+    assert [half for half, _ in steps.walked][3:] == ["verify"]  # the drafts' graph serves both
+
 
 def test_a_bucket_is_captured_once_and_the_table_is_sent_when_it_changes():
     device = SimtDevice()
-    steps = Recorded(device, SimpleNamespace(spec=SimpleNamespace(dspark_block_size=BLOCK)), 4)
-    steps.walked, sent = [], []
+    steps, sent = recorded(device), []
     copy = device.copy_async
     device.copy_async = lambda *args: sent.append(args) or copy(*args)
     one, two = [Entry(1, 6, drafts=True)], [Entry(2, 6, drafts=True)]
@@ -87,3 +129,22 @@ def test_a_bucket_is_captured_once_and_the_table_is_sent_when_it_changes():
     steps.inject((0,) * 7)
     steps.queue(one)
     assert [half for half, _ in steps.walked][3:] == ["draft"]  # its graph is made anew
+
+
+def test_what_usual_steps_run_is_captured_before_they_come():
+    steps = recorded(SimtDevice())
+    steps.warm_up(8, drafts=True)
+    known = list(steps.walked)
+    for count in range(1, 9):
+        batch = [Entry(slot, 6, drafts=True) for slot in range(count)]
+        for sampled in (False, True):
+            steps.queue(batch, sampled=sampled)
+            bucket = bucket_of(batch, BLOCK, sampled=sampled, masked=True)
+            steps.draft(bucket, batch)
+            steps.score(bucket)
+            steps.verify(bucket)
+    steps.queue([Entry(0, 1, drafts=False)])  # a prompt's first token
+    assert steps.walked == known
+    few = recorded(SimtDevice())
+    few.warm_up(2, drafts=False)
+    assert {bucket.rows for _, bucket in few.walked} == {1, 2}
