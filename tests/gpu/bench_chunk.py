@@ -84,8 +84,9 @@ class Bench:
         at, done = self.gpu.empty(size), 0
         while done < size:
             part = min(block.nbytes, size - done)
-            check(driver.cuMemcpyHtoD(at + done, block.ctypes.data, part))
+            check(driver.cuMemcpyHtoDAsync(at + done, block.ctypes.data, part, self.gpu.stream.handle))
             done += part
+        self.gpu.stream.sync()
         return at
 
     def pages(self, tokens: int) -> tuple[int, int, np.ndarray]:
@@ -99,10 +100,11 @@ class Bench:
                 size = plane.end - plane.offset
                 raw[:, plane.offset : plane.end] = self.rng.integers(low, high, (distinct, size), np.uint8)
         pool = self.gpu.empty(count * LAYOUT.page_bytes)
-        self.gpu.stream.sync()
         for first in range(0, count, distinct):
             size = min(distinct, count - first) * LAYOUT.page_bytes
-            check(driver.cuMemcpyHtoD(pool + first * LAYOUT.page_bytes, raw.ctypes.data, size))
+            at = pool + first * LAYOUT.page_bytes
+            check(driver.cuMemcpyHtoDAsync(at, raw.ctypes.data, size, self.gpu.stream.handle))
+        self.gpu.stream.sync()
         return pool, self.gpu.put(np.arange(count, dtype=np.uint32)), raw
 
     # ---- cases

@@ -29,8 +29,8 @@ class Gpu:
 
         array = np.ascontiguousarray(array)
         at = self.empty(array.nbytes)
+        check(driver.cuMemcpyHtoDAsync(at, array.ctypes.data, array.nbytes, self.stream.handle))
         self.stream.sync()
-        check(driver.cuMemcpyHtoD(at, array.ctypes.data, array.nbytes))
         return at
 
     def get(self, at: int, shape: tuple[int, ...], dtype: type) -> np.ndarray:
@@ -47,13 +47,13 @@ class Gpu:
 
         raw = block.reshape(-1).view(np.uint8)
         at = self.empty(size)
-        self.stream.sync()
         done = min(raw.size, size)
-        check(driver.cuMemcpyHtoD(at, raw.ctypes.data, done))
+        check(driver.cuMemcpyHtoDAsync(at, raw.ctypes.data, done, self.stream.handle))
         while done < size:
             step = min(done, size - done)
-            check(driver.cuMemcpyDtoD(at + done, at, step))
+            check(driver.cuMemcpyDtoDAsync(at + done, at, step, self.stream.handle))
             done += step
+        self.stream.sync()
         return at
 
     def free(self) -> None:

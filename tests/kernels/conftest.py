@@ -91,9 +91,8 @@ class Gpu:
         launcher = self.launcher(kernel, file)
         arrays = [a for a in arguments if isinstance(a, np.ndarray)]
         buffers = [self.device.allocate(max(a.nbytes, 16), stream=self.stream) for a in arrays]
-        self.stream.sync()
-        for array, buffer in zip(arrays, buffers, strict=True):
-            check(driver.cuMemcpyHtoD(int(buffer.handle), array.ctypes.data, array.nbytes))
+        for array, buffer in zip(arrays, buffers, strict=True):  # in the stream's order: a plain copy may land later
+            check(driver.cuMemcpyHtoDAsync(int(buffer.handle), array.ctypes.data, array.nbytes, self.stream.handle))
         places = [(a.ctypes.data, a.nbytes, int(b.handle)) for a, b in zip(arrays, buffers, strict=True)]
         values = [there(places, a.ctypes.data if isinstance(a, np.ndarray) else a) for a in arguments]
         launcher.launch(self.stream, *values, grid=grid or kernel.grid)  # kernels that differ in grid alone share code

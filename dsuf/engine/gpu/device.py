@@ -190,7 +190,10 @@ class Device:
 
         array = np.ascontiguousarray(array)
         self.synchronize()
-        self.check(driver.cuMemcpyHtoD(address, array.ctypes.data, array.nbytes)[0], "copying to the device")
+        # on our stream: the plain copy returns once a small array is staged, before it is on the device
+        status = driver.cuMemcpyHtoDAsync(address, array.ctypes.data, array.nbytes, self._handle())[0]
+        self.check(status, "copying to the device")
+        self.synchronize()
 
     def download(self, address: int, nbytes: int) -> np.ndarray:
         """uint8 [nbytes] of device memory, after all queued work."""
