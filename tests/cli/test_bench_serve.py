@@ -15,8 +15,8 @@ import pytest
 from dsuf.cli.app import run_command
 from dsuf.cli.bench.serve_client import Record, Target
 from dsuf.cli.bench.serve_data import WORDS, Shape, make_dataset
-from dsuf.cli.bench.serve_load import Arrivals
-from dsuf.cli.bench.serve_report import load_metrics, parse_goodput, percentile, spread
+from dsuf.cli.bench.serve_load import Arrivals, MixRun
+from dsuf.cli.bench.serve_report import load_metrics, mix_metrics, parse_goodput, percentile, spread
 from dsuf.errors import ConfigError
 from dsuf.server.options import ServerOptions
 from tests.support.chat_server import DONE, event, played_server
@@ -153,6 +153,20 @@ class TestMix:
         assert metrics["p50_long_ttft_ms"] >= 200
         assert metrics["long_prompt_tokens_per_s"] > 0
         assert capsys.readouterr().out.startswith("mix: gap p50/p99 ")
+
+    def test_gaps_are_those_of_one_step_and_silence_is_any(self):
+        streams = [
+            Record("stream", events=[0.0, 0.1, 0.4, 0.5], steps=[0, 1, 4, 5]),
+            Record("stream", events=[0.0, 0.2], steps=[-1, -1]),
+        ]
+        long = Record("long", sent=0.0, events=[0.6], steps=[-1], prompt_tokens=700, output_tokens=1)
+        metrics = mix_metrics(MixRun([*streams, long], began=-1.0, mixed=0.0, ended=0.7))
+        assert metrics["mean_mixed_gap_ms"] == pytest.approx(400 / 3) and metrics["max_mixed_gap_ms"] == pytest.approx(
+            200
+        )
+        assert metrics["max_mixed_silence_ms"] == pytest.approx(300) and metrics["mixed_gaps_of_more_steps"] == 1
+        assert metrics["mixed_steps_per_s"] == pytest.approx(6 / 0.7)
+        assert metrics["long_prompt_tokens_per_s"] == pytest.approx(1000)
 
     def test_long_prompts_are_cut_to_the_servers_context(self, tmp_path, capsys):
         with running_server(self.script, v41_text(context_limit=700)) as server:

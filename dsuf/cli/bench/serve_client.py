@@ -31,6 +31,7 @@ class Record:
     output_tokens: int = 0
     text: str = ""
     error: str = ""  # empty: the answer is complete
+    steps: list[int] = field(default_factory=list)  # decode steps until each event, where the server tells; else -1
 
     @property
     def ttft_s(self) -> float:
@@ -74,8 +75,13 @@ class _Usage(msgspec.Struct):
     prompt_tokens_details: _Details | None = None
 
 
+class _Steps(msgspec.Struct, frozen=True):
+    decode: int = -1
+
+
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
+    steps: _Steps = _Steps()
     usage: _Usage | None = None
     error: dict[str, Any] | None = None
 
@@ -119,6 +125,7 @@ class Target:
         if not record.error and not record.events:
             if record.output_tokens:  # a part of a character, a special token
                 record.events.append(reader.ended)
+                record.steps.append(-1)
             else:
                 record.error = "the answer is empty"
         return record
@@ -173,6 +180,7 @@ class _Reader(asyncio.Protocol):
             delta = choice.delta
             if delta.content or delta.reasoning_content or delta.tool_calls:
                 record.events.append(time.perf_counter())
+                record.steps.append(event.steps.decode)
                 self._texts.append(delta.content or "")
         if event.usage is not None:
             record.prompt_tokens, record.output_tokens = event.usage.prompt_tokens, event.usage.completion_tokens

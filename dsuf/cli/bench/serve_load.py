@@ -127,6 +127,8 @@ async def run_mix(
         started(record)
         content = words(rng, length)
         body = {**base, "max_tokens": output, "messages": [{"role": "user", "content": content}]}
+        if group == STREAM:  # a token that shows no text is no gap of two steps; servers that do not know it tell none
+            body["stream_options"] = {**body.get("stream_options", {}), "include_steps": True}
         return await target.send(body, record)
 
     async def again(group: str, length: int, output: int, until: float) -> None:

@@ -9,6 +9,7 @@ Times of a failed call count nowhere but in `failed`.
 from __future__ import annotations
 
 import datetime
+import itertools
 import math
 import statistics
 import urllib.request
@@ -68,19 +69,20 @@ def load_metrics(records: Sequence[Record], duration_s: float, goodput: dict[str
 
 
 def mix_metrics(run: MixRun) -> dict[str, float]:
-    """The mix: gaps of the running streams alone and beside the others, and the others' times to first token."""
+    """The mix: gaps of the running streams alone and beside the others, and the others' times to first token.
+
+    A gap is that of one step; `silence` counts those too in which tokens came that show no text.
+    """
     streams = [record for record in run.records if record.group == STREAM]
     metrics: dict[str, float] = {}
     for phase, begin, end in (("alone", run.began, run.mixed), ("mixed", run.mixed, run.ended)):
-        gaps = [
-            later - earlier
-            for record in streams
-            for earlier, later in zip(record.events, record.events[1:], strict=False)
-            if begin <= later < end
-        ]
-        metrics |= spread(f"{phase}_gap", gaps)
-        metrics[f"{phase}_steps_per_s"] = len(gaps) / (end - begin)
-        metrics[f"max_{phase}_gap_ms"] = max(gaps, default=0.0) * 1e3
+        gaps = [gap for record in streams for gap in _gaps(record, begin, end)]
+        single = [seconds for seconds, steps in gaps if steps == 1]
+        metrics |= spread(f"{phase}_gap", single)
+        metrics[f"{phase}_steps_per_s"] = sum(steps for _, steps in gaps) / (end - begin)
+        metrics[f"{phase}_gaps_of_more_steps"] = len(gaps) - len(single)
+        metrics[f"max_{phase}_gap_ms"] = max(single, default=0.0) * 1e3
+        metrics[f"max_{phase}_silence_ms"] = max((seconds for seconds, _ in gaps), default=0.0) * 1e3
     for group in (SHORT, LONG):
         good = [record for record in run.records if record.group == group and not record.error]
         failed = [record for record in run.records if record.group == group and record.error]
@@ -90,6 +92,18 @@ def mix_metrics(run: MixRun) -> dict[str, float]:
     taken = sum(record.prompt_tokens for record in run.records if record.group == LONG and not record.error)
     metrics["long_prompt_tokens_per_s"] = taken / (run.ended - run.mixed)
     return metrics
+
+
+def _gaps(record: Record, begin: float, end: float) -> list[tuple[float, int]]:
+    """(seconds, decode steps) between outputs: a token that shows no text comes with the next one. One step each where
+    the server tells nothing of steps.
+    """
+    found = []
+    for i, (earlier, later) in enumerate(itertools.pairwise(record.events)):
+        if begin <= later < end:
+            told = record.steps[i] >= 0
+            found.append((later - earlier, max(record.steps[i + 1] - record.steps[i], 1) if told else 1))
+    return found
 
 
 def spread(name: str, values_s: Sequence[float]) -> dict[str, float]:
