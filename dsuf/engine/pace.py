@@ -38,7 +38,9 @@ class Pace:
         expected = self.seconds(rows, start) or seconds
         self._late = max(1 + (self._late - 1) * _LATE_DECAY, min(seconds / expected, _MOST_LATE))
         usual = min(seconds, expected)
-        half = usual / 2 / np.array([1, rows * 1e-3, rows * 1e-3])
+        # all that each could be, nearly; a pass of three rows must not make those of thousands doubtful
+        most = max(usual, self.seconds(self.longest, start))
+        half = np.array([usual, most / (self.longest * 1e-3), most / (self.longest * 1e-3)]) / 2
         error = _ERROR * usual
         if self._costs is None:  # half of it for each: neither is known, and a first pass often does more
             self._costs, self._spread, error = half * (1, 1, 0), np.diag(half**2), _FIRST_ERROR * usual

@@ -85,6 +85,13 @@ class TestPace:
             pace.took(256, 0, seconds)
         assert pace.seconds(256, 0) < 1.2 * pass_s(256, 0)
 
+    def test_a_prompts_last_few_rows_leave_what_thousands_take_as_it_was(self):
+        pace = Pace()
+        for i in range(40):
+            pace.took(1664, 1664 * i, pass_s(1664, 1664 * i))
+        pace.took(3, 66_560, 0.95 * pass_s(3, 66_560))
+        assert pace.seconds(4096, 0) == pytest.approx(pass_s(4096, 0), rel=0.1)
+
     def test_it_grows_by_no_more_than_twice_what_has_been_seen(self):
         pace = Pace()
         pace.took(256, 0, 1e-6)
