@@ -24,7 +24,6 @@ from dsuf.engine.tier import Buffer
 from dsuf.layout import PAGE_TOKENS, pages_for
 
 AHEAD = 2  # steps that may be queued and not yet collected
-BATCHES = (1, 2, 4, 8)  # sequences that a step's graphs are made for
 _STATE_BYTES = 8
 
 
@@ -37,12 +36,11 @@ class Costs:
     snapshots-h200.json (the link).
     """
 
-    steps: tuple[tuple[int, float], ...] = ((1, 5.43e-3), (6, 10.55e-3), (12, 16.4e-3), (24, 25.4e-3), (48, 37.5e-3))
+    steps: tuple[tuple[int, float], ...] = ((1, 5.06e-3), (6, 10.06e-3), (12, 15.7e-3), (24, 24.6e-3), (48, 36.5e-3))
     pass_fixed_s: float = 50.2e-3
     row_s: float = 30.8e-6
     row_context_s: float = 34e-12  # a row and position before it: attention, index scores
     tail_s: float = 57e-3  # the decoder on the last window of a prompt, and at resume points
-    capture_s: float = 76e-3  # a batch size that comes for the first time: its graphs are made, and nobody steps
     snapshot_bytes: float = 2.9e6
     page_bytes: float = 113_920
     link_bytes_per_s: float = 50e9
@@ -110,7 +108,6 @@ class SimulatedBackend:
         self._emitted: list[Emitted] = []
         self._counts = StepCounts()
         self._copies = 0
-        self._captured: set[int] = set()
 
     def clock(self) -> float:
         """Virtual seconds."""
@@ -120,7 +117,6 @@ class SimulatedBackend:
         progress("simulator", 1.0)
 
     def warm_up(self) -> None:
-        self._captured.update(BATCHES)
         for piece in self._pieces.rehearsal(self.limits.max_context):
             self._pieces.took(piece, self.costs.piece_s(piece))
         self._pieces.first_took(self.costs.step_s(1))
@@ -156,10 +152,6 @@ class SimulatedBackend:
         self._collect(ahead=AHEAD - 1)
         parts = tuple((sequence, self._rows(sequence)) for sequence in batch)
         rows = sum(rows for _, rows in parts)
-        size = next((size for size in BATCHES if size >= len(parts)), BATCHES[-1])
-        if size not in self._captured:
-            self._captured.add(size)
-            self.now += self.costs.capture_s
         self._busy_until = max(self._busy_until, self.now) + self.costs.step_s(rows)
         self._queued.append(_Step(self._busy_until, parts))
         self._counts = StepCounts(self._counts.steps + 1, self._counts.rows + rows)
@@ -263,13 +255,10 @@ class Course:
         return [after - before for before, after in itertools.pairwise(times)]
 
 
-def simulated_engine(
-    options: EngineOptions, costs: Costs | None = None, *, warm: bool = True, **settings: float
-) -> Engine:
+def simulated_engine(options: EngineOptions, costs: Costs | None = None, **settings: float) -> Engine:
     """An engine on virtual time, warm as a server's is; `settings` are those of SimulatedBackend."""
     backend = SimulatedBackend(options, costs or Costs(), **settings)
-    if warm:
-        backend.warm_up()
+    backend.warm_up()
     return Engine(backend, options, backend.clock)
 
 
