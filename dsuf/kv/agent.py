@@ -26,6 +26,7 @@ from dsuf.kv.desk import Desk
 from dsuf.kv.directory import Directory, Server
 from dsuf.kv.embedded import Embedded
 from dsuf.kv.entries import Store
+from dsuf.kv.entry import State
 from dsuf.kv.fetch import Fetcher
 from dsuf.kv.keys import own_key, read_key
 from dsuf.kv.names import BLOCK_TOKENS, RESUME_TOKENS, Names
@@ -146,6 +147,7 @@ class Agent:
         slots, store = self.store.slots, self.store
         return {
             "entries": len(store.entries),
+            "writing": sum(entry.state is State.WRITING for entry in store.entries.values()),
             "bytes": self.arena.slots * self.arena.slot_bytes,
             "used_bytes": (slots.total - slots.free) * self.arena.slot_bytes,
             "leases": len(store.leases),

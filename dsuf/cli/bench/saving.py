@@ -20,6 +20,7 @@ from dsuf.engine.kv_tier import connect_tier
 from dsuf.engine.messages import Finished, Request, Sampling
 from dsuf.engine.options import EngineOptions
 from dsuf.errors import EngineGone, PromptError
+from dsuf.kv.client import EngineClient
 from dsuf.kv.directory import Announcement, Directory, Server
 from dsuf.kv.embedded import Embedded
 from dsuf.kv.measure import measure_paths
@@ -27,6 +28,7 @@ from dsuf.kv.process import AgentThread
 
 PAGE_BYTES = 113_920  # of the released model; what moves is whole pages
 LOOK_UPS, CANDIDATES = 200, 300
+STATUS_S = 10.0
 
 
 def restored_and_computed(
@@ -45,6 +47,8 @@ def restored_and_computed(
         agent = AgentThread(kept)
         agent.start()
         try:
+            client = EngineClient(kept.socket_path)
+            client.connect()
             session = open_session(ckpt, engine, tier=functools.partial(connect_tier, kept.socket_path))
             longest = session.engine.limits.max_context - 1
             if max(lengths) > longest:
@@ -55,26 +59,29 @@ def restored_and_computed(
                     sample = {}
                     for place, length in enumerate(lengths):
                         number = turn * len(lengths) + place + 1
-                        sample |= _miss_and_hit(session, length, number, bench.seed)
+                        sample |= _miss_and_hit(session, client, length, number, bench.seed)
                         update(number, turns * len(lengths))
                     if turn >= bench.warmup:
                         samples.append(sample)
+            client.close()
         finally:
             agent.stop()
     return samples, session.model(), session.engine.limits.backend
 
 
-def _miss_and_hit(session: Session, length: int, number: int, seed: int) -> dict[str, float]:
+def _miss_and_hit(session: Session, client: EngineClient, length: int, number: int, seed: int) -> dict[str, float]:
     """The same prompt twice; each `number` has one that begins in another way, so that none finds a part of another."""
     ids, _ = prompt_ids(session, length)
     ids = [*ids[number:], *ids[:number]]
     times = {}
     for kind in ("miss", "hit"):
         request = Request(f"{kind} {number}", ids, 1, Sampling(temperature=0.0, seed=seed))
-        events = list(session.engine.generate(request))  # to the end of its copies: only then the prefix is found
+        events = list(session.engine.generate(request))  # to the end of its copies
         (finished,) = (event for event in events if isinstance(event, Finished))
         if finished.reason == "error" or (finished.stats.cached_tokens > 0) != (kind == "hit"):
             raise EngineGone(f"the {kind} of {length} tokens was none: {finished.message or finished.stats}")
+        while client.status().result(STATUS_S).numbers["writing"]:  # what was copied is found once it is digested
+            time.sleep(0.001)
         times[f"{kind}_{length}_s"] = finished.stats.ttft_s
         times[f"cached_{length}"] = finished.stats.cached_tokens
     return {**times, f"hit_over_miss_{length}": times[f"hit_{length}_s"] / times[f"miss_{length}_s"]}

@@ -1,3 +1,4 @@
+import time
 from dataclasses import replace
 
 import msgspec
@@ -11,6 +12,7 @@ from dsuf.cli.session import engine_options, prepare
 from dsuf.config import BenchOptions
 from dsuf.engine.cpu import CpuBackend
 from dsuf.errors import ConfigError
+from dsuf.kv import saves
 from tests.support.patience import be_patient
 
 
@@ -46,6 +48,14 @@ def test_a_prefix_is_looked_for_once_its_copies_have_ended(monkeypatch):
     engine = prepare("toy", engine_options("0", "qdq64", "truncated", "on", "auto", None))
     samples, _, _ = restored_and_computed("toy", engine, (300,), BenchOptions(repeat=2, warmup=0))
     assert [sample["cached_300"] for sample in samples] == [298, 298]
+
+
+def test_a_prefix_is_looked_for_once_it_is_digested(monkeypatch):
+    digests = saves._digests
+    monkeypatch.setattr(saves, "_digests", lambda *args: time.sleep(0.3) or digests(*args))
+    engine = prepare("toy", engine_options("0", "qdq64", "truncated", "on", "auto", None))
+    samples, _, _ = restored_and_computed("toy", engine, (300,), BenchOptions(repeat=1, warmup=0))
+    assert [sample["cached_300"] for sample in samples] == [298]
 
 
 def test_look_ups_are_timed_to_their_end():
