@@ -13,8 +13,8 @@ selected one, a row; latency decides.
 A cluster of 8 blocks shares a row and up to 32 heads: block r gets sixteen of every 128 keys of the window, and of the
 entries, so that a place of a list can be read before its length is known. It expands them (attend_keys.py), makes
 scores, probabilities relative to its own largest score (rounded to bf16 as the official kernel rounds them), and the
-mean of its keys. That goes as f16 to the block that adds up the head, in one copy a block; largest score and sum of
-weights went before. (A release at cluster scope waits for all of a thread's stores, MEMBAR.GPU; copies that count at an
+mean of its keys. That goes as f16 to the block that adds up the head, in one copy a block (its own part it stores there
+at once); largest score and sum of weights went before. (A release at cluster scope waits for all of a thread's stores, MEMBAR.GPU; copies that count at an
 mbarrier do not.) Parts are added in the order of ranks; if one block has all keys, its part is the result. In the
 products with q a warp owns d / 8 columns and every other 16 keys, in those with the values d / 16 columns.
 
@@ -171,7 +171,7 @@ def make(*, h: int, d: int, rope: int, most: int, window: int, topk: int) -> Ker
         if tid == 0:
             mbarrier_init(bar, uint32(1))
             fence_mbarrier_init()
-            mbarrier_expect(bar, uint32(HEADS * (OUT_LINE + 8)))
+            mbarrier_expect(bar, uint32((HEADS - OWN) * OUT_LINE + HEADS * 8))
         sync_warp()  # barriers of the cluster want whole warps
         cluster_arrive_relaxed()
         # block r has sixteen of every 128 places of the window, then of the entries: known before the row's lengths are
@@ -310,12 +310,14 @@ def make(*, h: int, d: int, rope: int, most: int, window: int, topk: int) -> Ker
             f0 = UNIT * rcp_approx(fmax(lds_f32(sums), SMALLEST))
             f1 = UNIT * rcp_approx(fmax(lds_f32(uint32(sums + 64)), SMALLEST))
             scale_part(o, TILES * m, TILES, f0, f1, alone)
-            store_part(o, TILES * m, TILES, sm + AT_SCORE, int32(16 * m + g), warp * COLUMNS + 2 * t, OUT_LINE)
+            at_g = sm + (AT_PARTS if (16 * m + g) // OWN == rank else AT_SCORE)
+            at_g8 = sm + (AT_PARTS if (16 * m + g + 8) // OWN == rank else AT_SCORE)
+            store_part(o, TILES * m, TILES, at_g, at_g8, int32(16 * m + g), warp * COLUMNS + 2 * t, OUT_LINE)
         fence_async()
         sync_threads()
         for i in unroll(-(-CLUSTER // WARPS)):
             to_rank = int32(warp + i * WARPS)
-            if lane == 0 and to_rank < CLUSTER:
+            if lane == 0 and to_rank < CLUSTER and to_rank != rank:
                 to = cluster_address(uint32(sm + AT_PARTS + rank * OWN_BYTES), uint32(to_rank))
                 source = uint32(sm + AT_SCORE + to_rank * OWN_BYTES)
                 bulk_push(to, source, uint32(OWN_BYTES), cluster_address(bar, uint32(to_rank)))

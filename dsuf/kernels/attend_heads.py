@@ -104,10 +104,12 @@ def scale_part(o: Any, first: Any, count: Any, f0: Any, f1: Any, alone: Any) -> 
 
 
 @inline
-def store_part(o: Any, first: Any, count: Any, base: Any, head: Any, column: Any, pitch: Any) -> None:
-    """The same tiles as f16, eight columns each, to the parts of heads `head` and head + 8."""
+def store_part(
+    o: Any, first: Any, count: Any, base: Any, base8: Any, head: Any, column: Any, pitch: Any
+) -> None:  # fmt: skip
+    """The same tiles as f16, eight columns each, to the parts of heads `head` (at base) and head + 8 (at base8)."""
     for c in unroll(count):
-        to = part_address(base, head, int32(column + 8 * c), pitch)
+        to = part_address(0, head, int32(column + 8 * c), pitch)
         four = o[first + c]
-        sts_u32(to, f16x2(four[1], four[0]))
-        sts_u32(uint32(to + 8 * pitch), f16x2(four[3], four[2]))
+        sts_u32(uint32(to + base), f16x2(four[1], four[0]))
+        sts_u32(uint32(to + base8 + 8 * pitch), f16x2(four[3], four[2]))

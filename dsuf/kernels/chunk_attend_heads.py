@@ -116,10 +116,10 @@ def probabilities(
     if finish == 1:
         total0 = sum_over(total[0], QUAD)
         total1 = sum_over(total[1], QUAD)
-        if head < h:
-            total0 = total0 + exp2_approx(ldw_f32(sink + int64(head) * 4) * LOG2_E - top[0])
-        if head + 8 < h:
-            total1 = total1 + exp2_approx(ldw_f32(sink + int64(head) * 4 + 32) * LOG2_E - top[1])
+        sink0 = ldw_f32(sink + int64(min(head, h - 1)) * 4)  # pure: a branch would not keep it from being read
+        sink1 = ldw_f32(sink + int64(min(head + 8, h - 1)) * 4)
+        total0 = total0 + exp2_approx(sink0 * LOG2_E - top[0])
+        total1 = total1 + exp2_approx(sink1 * LOG2_E - top[1])
         if t == 0:
             sts_f32(uint32(at_factor + 4 * HEADS), div(SHRINK, total0))
             sts_f32(uint32(at_factor + 4 * HEADS + 32), div(SHRINK, total1))

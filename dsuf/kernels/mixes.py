@@ -231,7 +231,8 @@ def make(*, d: int, cluster: int, splits: int, most_slots: int, rounds: int, hc_
         step = int32(block_count() // (cluster * splits))
         shared = shared_base()
         column = int64(rank * COLUMNS + 2 * tid)
-        mine = fn + (int64(split * MINE) * FLAT + (column if tid < PAIRS else int64(0))) * 4  # others hold zeros
+        held_column = column if tid < PAIRS else int64(0)  # others hold zeros, and read what is there
+        mine = fn + (int64(split * MINE) * FLAT + held_column) * 4
         f = regs(8 * MINE)
         for i in unroll(4 * MINE):
             f[2 * i : 2 * i + 2] = ldg_u32x2(mine + (i // 4 * FLAT + i % 4 * d) * 4)  # a pure load would sink
@@ -346,7 +347,7 @@ def make(*, d: int, cluster: int, splits: int, most_slots: int, rounds: int, hc_
             mbarrier_wait(bar, uint32(phase))
             inverse = rsqrt_approx(sum_of_parts(squares, PARTS, lane) * (1.0 / d) + eps)
             if tid < PAIRS:
-                w = ldw_u32(g + column * 2)
+                w = ldw_u32(g + held_column * 2)
                 u0 = u0 * inverse * bf16_low(w)
                 u1 = u1 * inverse * bf16_high(w)
             pair = bf16x2(u1, u0)
