@@ -300,3 +300,43 @@ def test_every_request_ends_and_no_short_one_waits_for_more_than_the_short_ones_
         about = [o for o in courses.values() if o.arrived_s < first and o.tokens and o.tokens[0][0] > course.arrived_s]
         work = sum(5 if len(o.request.prompt_ids) > 700 else 1 for o in about if len(o.request.prompt_ids) <= 5000)
         assert course.first_s <= 2 * (work + 1) * turn
+
+
+@given(st.lists(requests, min_size=1, max_size=20))
+@settings(max_examples=25, deadline=None)
+def test_a_running_stream_steps_after_every_chunk(wanted):
+    """However many prompts begin, end and are cancelled: between two steps they never take more than one budget."""
+    engine, spent, most = engine_of(), 0.0, 0.0
+    backend = engine.backend
+    enqueue, prefill = backend.enqueue, backend.prefill
+
+    def step(batch):
+        nonlocal spent
+        spent = 0.0
+        return enqueue(batch)
+
+    def chunk(sequence, rows, budget_s):
+        nonlocal spent, most
+        backend._collect(ahead=0)  # what it would wait for is not its own
+        begun = backend.now
+        done = prefill(sequence, rows, budget_s)
+        spent += backend.now - begun
+        most = max(most, spent if "stream0" in backend._waiting else 0.0)
+        return done
+
+    arrivals = streams(1) + [
+        (0.5 + at, Request(str(i), [1] * length, tokens, priority=priority))
+        for i, (at, length, tokens, priority, _) in enumerate(wanted)
+    ]
+    cancels = sorted((0.5 + at + after, str(i)) for i, (at, _, _, _, after) in enumerate(wanted) if after is not None)
+    turn = engine.step
+
+    def turn_and_cancel():
+        while cancels and cancels[0][0] <= backend.now:
+            engine.cancel(cancels.pop(0)[1])
+        return turn()
+
+    backend.enqueue, backend.prefill, engine.step = step, chunk, turn_and_cancel
+    courses = run(engine, arrivals, until_s=30)
+    assert 0 < most <= 1.05 * BUDGET_S
+    assert len(courses["stream0"].tokens) > 100
