@@ -14,9 +14,10 @@ A cluster of 8 blocks shares a row and up to 32 heads: block r gets sixteen of e
 entries, so that a place of a list can be read before its length is known. It expands them (attend_keys.py), makes
 scores, probabilities relative to its own largest score (rounded to bf16 as the official kernel rounds them), and the
 mean of its keys. That goes as f16 to the block that adds up the head, in one copy a block (its own part it stores there
-at once); largest score and sum of weights went before. (A release at cluster scope waits for all of a thread's stores, MEMBAR.GPU; copies that count at an
-mbarrier do not.) Parts are added in the order of ranks; if one block has all keys, its part is the result. In the
-products with q a warp owns d / 8 columns and every other 16 keys, in those with the values d / 16 columns.
+at once); largest score and sum of weights went before. (A release at cluster scope waits for all of a thread's stores,
+MEMBAR.GPU; copies that count at an mbarrier do not.) Parts are added in the order of ranks; if one block has all keys,
+its part is the result. In the products with q a warp owns d / 8 columns and every other 16 keys, in those with the
+values d / 16 columns.
 
     hand-off                     who writes     who waits              reused
     addresses of keys            each warp      that warp              never
