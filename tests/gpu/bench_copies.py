@@ -204,7 +204,7 @@ def beside(device: Device) -> Result:
         Path(), max_context=max(context, COPIED) + 512, max_sequences=3, gpus=(0,),
         cache_tokens=context + 2 * COPIED + 4096,
     )  # fmt: skip
-    backend = GpuBackend(options, None, device, synthetic=CONFIG)
+    backend = GpuBackend(options, None, [device], synthetic=CONFIG)
     backend.load(lambda what, share: None)
     run = StepRun(backend, batch=1, context=CONTEXT, budget=1 << 20, draft=True, verify=None)
     moves, busy = backend._copies, Busy(backend)

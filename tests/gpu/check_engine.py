@@ -54,7 +54,7 @@ def emitted(engine: Engine, asked: list[Request]) -> dict[str, list[int]]:
 
 
 def opened(options: EngineOptions, device: Device | None) -> Engine:
-    backend = CpuBackend(options) if device is None else GpuBackend(options, None, device)
+    backend = CpuBackend(options) if device is None else GpuBackend(options, None, [device])
     backend.load(lambda what, share: None)
     return Engine(backend, options)
 

@@ -27,6 +27,7 @@ from dsuf.engine.gpu.backend import GpuBackend
 from dsuf.engine.gpu.device import Device
 from dsuf.engine.gpu.measure_prefill import PromptRun
 from dsuf.engine.gpu.prefill_pass import PrefillPass
+from dsuf.engine.gpu.ranks import in_turns
 from dsuf.engine.options import EngineOptions
 from dsuf.engine.sequence import Sequence
 from dsuf.formats import bf16_to_float32
@@ -216,7 +217,7 @@ def same_pages(machine: Any, run: PrefillPass, tokens: int) -> bool:
         slot = machine.pages.open()
         machine.pages.reserve(slot, tokens)
         for at in range(0, tokens, length):
-            run.encode(slot, at, ids[at : at + length])
+            in_turns([run.encode(slot, at, ids[at : at + length])])
         found.append([machine.device.download(machine.pages.address(slot, page), machine.pages.page_bytes)
                       for page in range(tokens // PAGE_TOKENS)])  # fmt: skip
         machine.pages.release(slot)

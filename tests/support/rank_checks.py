@@ -21,6 +21,7 @@ from dsuf.engine.gpu.prefill_buffers import sizes_of as sizes_of_chunk
 from dsuf.engine.gpu.prefill_pass import PrefillPass
 from dsuf.engine.gpu.prefill_walk import Chunk
 from dsuf.engine.gpu.prompt_rows import PromptRows
+from dsuf.engine.gpu.ranks import in_turns
 from dsuf.engine.gpu.step_graph import Entry
 from dsuf.kernels.slots import MOST_ROWS, Record, slot_record
 from tests.support.in_turns import CONTEXT, SEQUENCES, Together
@@ -124,7 +125,8 @@ class Beside:
 
 def prompt(ids: np.ndarray, machine: Machine, slot: int) -> None:
     """The first rows of a sequence, through the decode walk."""
-    PromptRows(machine.device, machine.model, machine.steps.rows, SEQUENCES).exact(slot, 0, ids, 0)
+    rows = PromptRows(machine.device, machine.model, machine.steps.rows, SEQUENCES)
+    in_turns([rows.exact(slot, 0, ids, 0)])
 
 
 def check_layers(folder: Path, make_device: Callable[[], Any], count: int, before: np.ndarray, ids: np.ndarray) -> None:

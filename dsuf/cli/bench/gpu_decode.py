@@ -1,14 +1,16 @@
-"""The measured part of `bench decode --config`: steps of random weights on one GPU, over a context of random pages.
+"""The measured part of `bench decode --config`: steps of random weights on GPUs, over a context of random pages.
 
 A sample is one repeat of `steps` decode steps through the backend, as the engine drives it, and the same steps as
 graphs back to back, where the device alone decides. The floor follows from the distinct experts that the device counted
 in these steps. Router biases are set to zero: then the mean of distinct experts must be within 10 % of what rows that
-choose evenly would hit.
+choose evenly would hit. With several GPUs the ceiling is that of all together: the floor of a step in which each byte
+of the weights is read once, by one of them.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,6 +73,8 @@ def options_for(engine: EngineOptions, plan: StepPlan) -> EngineOptions:
 
     if not engine.gpus:
         raise ConfigError("--config makes the weights on a GPU: give --gpus 1.")
+    if len(engine.gpus) > 1 and (plan.profile or plan.twins):
+        raise ConfigError("--profile and --twins launch kernels one by one, where ranks would wait: use one GPU.")
     room = plan.context + (plan.steps + 8) * 64
     return replace(
         engine, ckpt=Path(), max_context=room, max_sequences=plan.batch, cache_tokens=plan.batch * (room + 128)
@@ -81,11 +85,11 @@ def measure(config: dict[str, Any], engine: EngineOptions, plan: StepPlan, repea
     """Fill the weights, put sequences at the context, run warm-up and repeats."""
     from dsuf.engine.gpu.backend import GpuBackend
     from dsuf.engine.gpu.measure import StepRun
-    from dsuf.engine.gpu.open import open_device
+    from dsuf.engine.gpu.open import opened
 
     spec = Spec.from_config(config)
-    with open_device(engine, spec) as device:
-        backend = GpuBackend(engine, None, device, synthetic=config)
+    with opened(engine, spec) as devices:
+        backend = GpuBackend(engine, None, devices, synthetic=config)
         backend.load(lambda what, share: None)
         even_router(backend)
         run = StepRun(
@@ -103,12 +107,12 @@ def measure(config: dict[str, Any], engine: EngineOptions, plan: StepPlan, repea
                 shapes.append(shape)
         if recorded is not None:
             _check_text(run, recorded)
-        ceilings = ceilings_of(device)
+        ceilings = ceilings_of(devices)
         floor = step_floor(Described(spec, config), _mean(shapes), ceilings)
         for sample in samples:
             sample["time_over_floor"] = sample["step_ms"] * 1e3 / floor["us"]
         kernels = run.profile() if plan.profile else {}
-        gpu = {"name": device.name, "chip": device.chip, "memory": device.memory()[1]}
+        gpu = named(devices)
         ledger = backend.ledger()
     _check_even(spec, floor["distinct_experts"], _mean(shapes).rows)
     return Outcome(gpu, samples, ceilings, floor, kernels, ledger)
@@ -116,13 +120,13 @@ def measure(config: dict[str, Any], engine: EngineOptions, plan: StepPlan, repea
 
 def even_router(backend: GpuBackend) -> None:
     """No bias in the routers: a random one makes some experts popular with every row, which a trained one prevents."""
-    machine = backend.machine
-    for blocks, experts in (
-        (machine.model.weights.layers, machine.spec.n_routed_experts),
-        (machine.model.weights.stages, machine.spec.dspark_n_routed_experts),
-    ):
-        for block in blocks:
-            machine.device.zero(block.gate_bias, 8 * experts)
+    for machine in backend.machines:
+        for blocks, experts in (
+            (machine.model.weights.layers, machine.spec.n_routed_experts),
+            (machine.model.weights.stages, machine.spec.dspark_n_routed_experts),
+        ):
+            for block in blocks:
+                machine.device.zero(block.gate_bias, 8 * experts)
 
 
 def _sample(run: StepRun, backend: GpuBackend, plan: StepPlan) -> tuple[dict[str, float], StepShape]:
@@ -159,9 +163,17 @@ def _mean(shapes: list[StepShape]) -> StepShape:
     )
 
 
-def ceilings_of(device: Device) -> dict[str, float]:
-    """What a step is held against."""
-    return {"read_gb_per_s": read_ceiling(device), "bf16_gflops": DENSE_BF16_GFLOPS}
+def ceilings_of(devices: Sequence[Device]) -> dict[str, float]:
+    """What a step is held against: the first device's, times as many as there are."""
+    one = {"read_gb_per_s": read_ceiling(devices[0]), "bf16_gflops": DENSE_BF16_GFLOPS}
+    return {name: len(devices) * rate for name, rate in one.items()}
+
+
+def named(devices: Sequence[Device]) -> dict[str, str | int]:
+    """The `gpu` of a bench object."""
+    first = devices[0]
+    several = {"count": len(devices)} if len(devices) > 1 else {}
+    return {"name": first.name, "chip": first.chip, "memory": first.memory()[1], **several}
 
 
 def read_ceiling(device: Device) -> float:

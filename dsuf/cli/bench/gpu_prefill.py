@@ -1,4 +1,4 @@
-"""The measured part of `bench prefill --config`: prompts of random ids over random weights on one GPU.
+"""The measured part of `bench prefill --config`: prompts of random ids over random weights on GPUs.
 
 The floor of a length adds to the products of its rows (floor.prefill_floor) what attention and the indexer must
 multiply. `families` holds the same apart, for the table that a profile gives.
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsuf.cli.bench.floor import prefill_floor
-from dsuf.cli.bench.gpu_decode import Described, read_ceiling
+from dsuf.cli.bench.gpu_decode import Described, named, read_ceiling
 from dsuf.errors import ConfigError
 from dsuf.spec import Spec
 
@@ -61,13 +61,14 @@ def measure(
     """Fill the weights; a short prompt to warm up, then every length `repeat` times."""
     from dsuf.engine.gpu.backend import GpuBackend
     from dsuf.engine.gpu.measure_prefill import PromptRun
-    from dsuf.engine.gpu.open import open_device
+    from dsuf.engine.gpu.open import opened
 
     spec, most = Spec.from_config(config), engine.max_context - 1
     counts = {length: min(length, most) for length in lengths}
-    with open_device(engine, spec) as device:
+    with opened(engine, spec) as devices:
+        device, count = devices[0], len(devices)
         free = device.memory()[0]
-        backend = GpuBackend(engine, None, device, synthetic=config)
+        backend = GpuBackend(engine, None, devices, synthetic=config)
         backend.load(lambda what, share: None)
         run, samples = PromptRun(backend), []
         for _ in range(warmup):
@@ -79,11 +80,11 @@ def measure(
                 | {f"prefill_{length}_tokens_per_s": counts[length] / took for length, took in times.items()}
             )
         memory = {"planned": backend.machine.ledger.planned, "used": free - device.memory()[0], **backend.ledger()}
-        ceilings = {"read_gb_per_s": read_ceiling(device), "bf16_gflops": run.product_flops() / 1e9}
+        ceilings = {"read_gb_per_s": count * read_ceiling(device), "bf16_gflops": count * run.product_flops() / 1e9}
         floors = {length: floor(spec, config, counts[length], ceilings) for length in lengths}
         profiled = min(max(counts.values()), PROFILED)
         kernels = run.profile(profiled) if profile else {}
-        gpu = {"name": device.name, "chip": device.chip, "memory": device.memory()[1]}
+        gpu = named(devices)
     for sample in samples:
         for length in lengths:
             sample[f"prefill_{length}_time_over_floor"] = sample[f"prefill_{length}_s"] * 1e6 / floors[length]["us"]

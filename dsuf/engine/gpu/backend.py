@@ -1,18 +1,19 @@
-"""The backend of one GPU: sequences as slots on the device, steps as captured graphs, the host one step ahead.
+"""The backend of one GPU or several: sequences as slots on it, steps as captured graphs, the host one step ahead.
 
 `enqueue` queues a step while the one before still runs; `poll` hands over what the ring of results shows. The device
 knows first where a sequence ends, so a step that was queued too late for one finds its slot inactive and runs nothing
 for it. Where a grammar binds somebody, the host waits for each step's drafts and for the step before, to say what may
 follow while the step's layers run. A step whose logits the host wants (a trace) is waited for.
 
-The prompt's last token is the first row of the decode path: prefill runs the ones before it.
+The prompt's last token is the first row of the decode path: prefill runs the ones before it. Several GPUs are
+ranks that all do the same with their parts of the weights (all_ranks.py); one GPU is the only rank.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, Any
@@ -20,19 +21,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dsuf.engine.backend import Emitted, Limits, Progress, StepCounts
+from dsuf.engine.gpu import machines
+from dsuf.engine.gpu.all_ranks import AllCopies, AllPages, AllSteps
 from dsuf.engine.gpu.copies import Copies
-from dsuf.engine.gpu.held import Held, Pass, admission
-from dsuf.engine.gpu.machine import Machine
+from dsuf.engine.gpu.held import Held, Pass, admission, step_record
+from dsuf.engine.gpu.machine import Machine, total
 from dsuf.engine.gpu.prefilling import Prefilling
+from dsuf.engine.gpu.ranks import Ranks
 from dsuf.engine.gpu.step_graph import Bucket, Entry, bucket_of, splits
-from dsuf.engine.messages import FinishReason, Request, Sampling, TokenLogprobs
+from dsuf.engine.messages import FinishReason, Request, Sampling
 from dsuf.engine.options import EngineOptions
 from dsuf.engine.pieces import LEAST_ROWS, Piece
-from dsuf.engine.sequence import Sequence, StepRecord
+from dsuf.engine.sequence import Sequence
 from dsuf.engine.tier import Buffer
 from dsuf.errors import DeviceError, UsageError
 from dsuf.kernels import slots as words
-from dsuf.kernels.slots import Record, top_logprobs
+from dsuf.kernels.slots import Record
 from dsuf.layout import SnapshotLayout, resume_step
 
 if TYPE_CHECKING:
@@ -54,14 +58,14 @@ class GpuBackend:
         self,
         options: EngineOptions,
         class_map: ClassMap | None,
-        device: Device,
+        devices: Items[Device],
         clock: Callable[[], float] = time.monotonic,
         *,
         graphs: bool = True,
         synthetic: dict[str, Any] | None = None,
     ) -> None:
-        """`synthetic`: a config whose weights are made on the device, instead of the checkpoint of the options."""
-        self._options, self._class_map, self._device, self._clock = options, class_map, device, clock
+        """`devices`: one a rank. `synthetic`: a config whose weights are made there, instead of a checkpoint's."""
+        self._options, self._class_map, self._devices, self._clock = options, class_map, devices, clock
         self._graphs, self._synthetic = graphs, synthetic
         self._held: dict[str, Held] = {}
         self._queued: deque[Pass] = deque()
@@ -72,19 +76,22 @@ class GpuBackend:
 
     @property
     def machine(self) -> Machine:
-        """What is loaded."""
+        """What is loaded on the first rank."""
         return self._machine
 
     def load(self, progress: Progress) -> None:
+        ranks = self._ranks = Ranks(self._devices)
         if self._synthetic is not None:
-            self._machine = Machine.synthetic(self._synthetic, self._options, self._device, graphs=self._graphs)
+            self.machines = machines.make(self._synthetic, self._options, ranks, graphs=self._graphs)
         else:
-            self._machine = Machine.load(self._options, self._class_map, self._device, progress, graphs=self._graphs)
+            self.machines = machines.load(self._options, self._class_map, ranks, progress, graphs=self._graphs)
+        self._machine = self.machines[0]
         self.checkpoint = self._machine.checkpoint
         self.host_tables = self._machine.model.weights.host_tables
-        self._pages, self._graph = self._machine.pages, self._machine.steps
-        self._copies = Copies(self._pages)
-        self._prefilling = Prefilling(self._machine, self._options)
+        self._graph = self.all_steps = AllSteps([machine.steps for machine in self.machines], ranks)
+        self._copies = AllCopies([Copies(machine.pages) for machine in self.machines])
+        self._pages = AllPages([machine.pages for machine in self.machines], ranks, self._copies.others)
+        self._prefilling = Prefilling(self.machines, self._options)
 
     def warm_up(self) -> None:
         self._graph.warm_up(self._options.max_sequences, drafts=self._options.draft)
@@ -101,7 +108,7 @@ class GpuBackend:
         times = [self._clock()]
         for piece in rehearsal:
             self._prefilling.run(held, piece)
-            self._device.record().wait()
+            self._ranks.record().wait()
             times.append(self._clock())
         self._first_token(held)
         self._prefilling.pieces.first_took(self._clock() - times[-1])
@@ -140,7 +147,7 @@ class GpuBackend:
         piece = self._next(held, end, deadline - now)
         while True:
             self._prefilling.run(held, piece)
-            self._device.record().wait()
+            self._ranks.record().wait()
             begun, now = now, self._clock()
             pieces.took(piece, now - begun)
             if sequence.prefilled == sequence.prompt_len:
@@ -215,7 +222,7 @@ class GpuBackend:
         for one in failed:
             self._graph.set(one.slot, active=False)
         starts = np.cumsum([0, *(entry.rows for entry in entries)])[:-1]
-        self._queued.append(Pass(number, tuple(held), tuple(map(int, starts)), self._device.record(), first))
+        self._queued.append(Pass(number, tuple(held), tuple(map(int, starts)), self._ranks.record(), first))
         self._steps += not first
         if any(one.sequence.trace is not None and one.sequence.trace.keep_logits for one in held):
             self._collect(wait=0)
@@ -275,7 +282,8 @@ class GpuBackend:
                 continue
             look = self._clock() + LOOK_S
             if step.event.done() and self._graph.result(step.number) is None:
-                raise DeviceError(f"step {step.number} ended on GPU {self._device.index} and left no result.")
+                named = ", ".join(str(device.index) for device in self._devices)
+                raise DeviceError(f"step {step.number} ended on GPU {named} and left no result.")
         return done
 
     def _take(self, step: Pass, records: list[Record]) -> None:
@@ -287,22 +295,14 @@ class GpuBackend:
     def _emit(self, step: Pass, held: Held, first_row: int, record: Record) -> None:
         sequence, reason, told = held.sequence, REASONS.get(record.reason), None
         count = len(record.emitted)
-        kept = None
-        if not step.first:
-            accepted = min(record.accepted, count)
-            kept = StepRecord(
-                record.position, record.after, record.drafted, record.confidence, accepted, record.emitted
-            )
+        kept = None if step.first else step_record(record)
         if sequence.trace is not None and sequence.trace.keep_logits:
             sequence.trace.logits.extend(self._graph.logits(first_row, count))
         if step.first and sequence.trace is not None and sequence.trace.prompt_argmax is not None:
             sequence.trace.prompt_argmax.append(int(np.argmax(self._graph.logits(first_row, 1)[0])))
         wanted = sequence.request.sampling.logprobs
         if wanted is not None:
-            rows = [self._graph.logprobs_of(step.number, first_row + i) for i in range(count)]
-            told = [
-                TokenLogprobs(*top_logprobs(row, logit, wanted)) for row, logit in zip(rows, record.logits, strict=True)
-            ]
+            told = self._graph.logprobs(step.number, first_row, record.logits, wanted)
         sequence.emit(record.emitted, last=reason is not None)
         rows_run = 0 if step.first else record.rows
         self._emitted.append(Emitted(sequence, record.emitted, reason, told, kept, rows=rows_run))
@@ -394,7 +394,7 @@ class GpuBackend:
     # ---- counts
 
     def counts(self) -> StepCounts:
-        return self._machine.counts(self._steps)
+        return total([machine.counts(self._steps) for machine in self.machines], self._machine.spec)
 
     def ledger(self) -> dict[str, int]:
-        return self._device.held()
+        return dict(sum((Counter(device.held()) for device in self._devices), Counter()))

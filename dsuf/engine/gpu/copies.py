@@ -101,6 +101,11 @@ class Copies:
             self._registered = Registered(self.device, memory, self._piece, after=before)
         return self._registered
 
+    def borrow(self, registered: Registered | None) -> None:
+        """Use memory that another rank's copies have registered: it is page-locked for every GPU."""
+        self.finish(self.pages.copies)
+        self._registered = registered
+
     def close(self) -> None:
         """Wait for all copies and unregister."""
         last = self._registered

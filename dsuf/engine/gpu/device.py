@@ -7,13 +7,15 @@
     graph.launch()
 
 Launches go to the current stream: the main one, a side stream inside `with device.beside(OUT):`, or the graph that is
-being captured. Memory lives as long as the device. A CUDA error becomes a DeviceError; after a sticky one (`lost`)
-nothing works any more in this process.
+being captured. Several devices can be used by turns, and by several threads: each call makes its own one current.
+Memory lives as long as the device. A CUDA error becomes a DeviceError; after a sticky one (`lost`) nothing works any
+more in this process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -38,6 +40,7 @@ STICKY = (
     "ILLEGAL_ADDRESS", "LAUNCH_FAILED", "LAUNCH_TIMEOUT", "ILLEGAL_INSTRUCTION", "MISALIGNED_ADDRESS",
     "INVALID_ADDRESS_SPACE", "INVALID_PC", "HARDWARE_STACK_ERROR", "ASSERT", "ECC_UNCORRECTABLE", "UNKNOWN",
 )  # fmt: skip
+_here = threading.local()  # .device: the one that is current in this thread
 
 
 class Event:
@@ -70,6 +73,7 @@ class Graph:
 
     def launch(self) -> None:
         """Queue the graph."""
+        self._device.make_current()
         with self._device.faults("a graph"):
             self._graph.launch(self._device.stream)
 
@@ -106,23 +110,31 @@ class Device:
         handle = cuda.core.Device(index)
         handle.set_current()
         device = cls(index, chip, name, handle, dependent=dependent)
+        _here.device = device
         device.add_kernels(cubins or ())
         return device
 
     def add_kernels(self, cubins: Iterable[Cubin]) -> None:
         """Load kernels, so that nothing is loaded inside a step."""
+        self.make_current()
         with self.faults("loading kernels"):
             self._launchers.update((cubin.name, Launcher(cubin)) for cubin in cubins)
 
     def make_current(self) -> None:
-        """Let this thread use the device too."""
-        self._device.set_current()
+        """Let this thread use the device, if it does not already."""
+        if getattr(_here, "device", None) is not self:
+            self._device.set_current()
+            _here.device = self
 
     def see(self, other: Device) -> None:
         """Let kernels of this device read and write the other's memory. Raises DeviceError where no path exists."""
-        from cuda.bindings import driver
-
-        self.make_current()
+        driver = self._driver()
+        pair = (driver.CUdevice(device._device.device_id) for device in (self, other))
+        if not driver.cuDeviceCanAccessPeer(*pair)[1]:
+            raise DeviceError(
+                f"GPU {self.index} ({self.name}) cannot reach the memory of GPU {other.index} ({other.name}), as an "
+                "engine over both must. Name GPUs of one NVLink or PCIe fabric, or one alone."
+            )
         status = driver.cuCtxEnablePeerAccess(int(other._device.context.handle), 0)[0]
         if status.name != "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED":
             self.check(status, f"reaching the memory of GPU {other.index}")
@@ -131,8 +143,7 @@ class Device:
 
     def allocate(self, nbytes: int, what: str) -> int:
         """Address of nbytes of device memory, aligned to 256, counted under `what`. Raises DeviceError when full."""
-        from cuda.bindings import driver
-
+        driver = self._driver()
         size = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
         status, address = driver.cuMemAlloc(size)
         if status == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
@@ -148,8 +159,7 @@ class Device:
 
     def memory(self) -> tuple[int, int]:
         """(free, total) bytes of the device."""
-        from cuda.bindings import driver
-
+        driver = self._driver()
         status, free, total = driver.cuMemGetInfo()
         self.check(status, "reading the memory's state")
         return int(free), int(total)
@@ -158,8 +168,7 @@ class Device:
         """uint8 [nbytes] of page-locked host memory; `.ctypes.data` is its address on the device too."""
         import ctypes
 
-        from cuda.bindings import driver
-
+        driver = self._driver()
         flags = driver.CU_MEMHOSTALLOC_DEVICEMAP | driver.CU_MEMHOSTALLOC_PORTABLE
         status, address = driver.cuMemHostAlloc(nbytes, flags)
         self.check(status, f"page-locking {nbytes} bytes of host memory")
@@ -170,8 +179,7 @@ class Device:
 
     def register(self, address: int, nbytes: int) -> None:
         """Page-lock host memory that exists, so that kernels and copies reach it at its own address."""
-        from cuda.bindings import driver
-
+        driver = self._driver()
         flags = driver.CU_MEMHOSTREGISTER_DEVICEMAP | driver.CU_MEMHOSTREGISTER_PORTABLE
         (status,) = driver.cuMemHostRegister(address, nbytes, flags)
         self.check(status, f"registering {nbytes} bytes of host memory")
@@ -179,8 +187,7 @@ class Device:
 
     def unregister(self, address: int) -> None:
         """The opposite of `register`."""
-        from cuda.bindings import driver
-
+        driver = self._driver()
         self._registered.remove(address)
         self.check(driver.cuMemHostUnregister(address)[0], "unregistering host memory")
 
@@ -197,8 +204,7 @@ class Device:
 
     def download(self, address: int, nbytes: int) -> np.ndarray:
         """uint8 [nbytes] of device memory, after all queued work."""
-        from cuda.bindings import driver
-
+        driver = self._driver()
         out = np.empty(nbytes, np.uint8)
         self.synchronize()
         self.check(driver.cuMemcpyDtoH(out.ctypes.data, address, nbytes)[0], "copying from the device")
@@ -232,6 +238,7 @@ class Device:
             self.copy_async(target, source, nbytes)
 
     def _copy_batch(self, targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray) -> None:
+        self.make_current()
         if self._batch is None:
             self._batch = CopyBatch()
         status = self._batch(targets, sources, sizes, int(self._handle()))
@@ -272,6 +279,7 @@ class Device:
     @contextlib.contextmanager
     def capture(self) -> Iterator[Graph]:
         """Record what is launched inside instead of running it."""
+        self.make_current()
         graph = self._graph = Graph(self)
         with self.faults("capturing a graph"):
             self._builder = self.stream.create_graph_builder()
@@ -296,6 +304,7 @@ class Device:
         """An event after what is queued on the current stream."""
         from cuda.core import EventOptions
 
+        self.make_current()
         with self.faults("recording an event"):
             return Event(self, self.stream.record(options=EventOptions(timing_enabled=timing)))
 
@@ -306,6 +315,7 @@ class Device:
 
     def synchronize(self) -> None:
         """Block until all streams are empty. Raises DeviceError if their work failed."""
+        self.make_current()
         with self.faults("the queued work"):
             for stream in (self._main, *self._sides):
                 stream.sync()
@@ -344,6 +354,7 @@ class Device:
 
         if self.lost is None:
             self.synchronize()
+        self.make_current()
         for address in self._registered:
             driver.cuMemHostUnregister(address)
         for address in self._addresses:
@@ -359,10 +370,17 @@ class Device:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
+    def _driver(self) -> Any:
+        from cuda.bindings import driver
+
+        self.make_current()
+        return driver
+
     def _handle(self) -> Any:
         return self._builder.stream.handle if self._builder is not None else self.stream.handle
 
     def _count(self) -> None:
+        self.make_current()
         if self._graph is not None:
             self._graph.launches += 1
 

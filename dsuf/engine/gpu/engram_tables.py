@@ -97,6 +97,14 @@ def place_on_device(weights: Weights) -> None:
             setattr(weights.owner(part), part.name, address)
 
 
+def place_shares(every: Sequence[Weights]) -> None:
+    """The same for all ranks, each of which finds the others' rows."""
+    for weights in every:
+        place_on_device(weights)
+    if len(every) > 1:
+        join_shares(every)
+
+
 def join_shares(every: Sequence[Weights]) -> None:
     """Tell each rank's layers where all ranks' rows are. The rows never change, so nobody has to wait for anybody."""
     spec, count = every[0].spec, len(every)
@@ -110,19 +118,20 @@ def join_shares(every: Sequence[Weights]) -> None:
 
 
 def place(
-    weights: Weights, checkpoint: Checkpoint, placement: Placement, left: Path | None = None
+    every: Sequence[Weights], checkpoint: Checkpoint, placement: Placement, left: Path | None = None
 ) -> Future[bool] | None:
-    """Give the tables their place. In host memory they are filled and registered in a thread, while other weights are
-    loaded: wait for the result. On the device they are loaded like other parts. `left`: memory of an engine before.
+    """Give the tables of all ranks their place. In host memory they are filled and registered in a thread, while other
+    weights are loaded: wait for the result. On the device they are loaded like other parts. `left`: memory of an engine
+    before.
     """
     if placement != "host":
-        place_on_device(weights)
+        place_shares(every)
         return None
-    tables = HostTables(weights.device, weights.spec, _opened(left))
-    tables.place(weights)
+    tables = HostTables(every[0].device, every[0].spec, _opened(left))
+    for weights in every:
+        tables.place(weights)
 
     def fill_and_register() -> bool:
-        weights.device.make_current()
         return tables.load(checkpoint, fingerprint(checkpoint))
 
     pool = ThreadPoolExecutor(1, "engram-tables")

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dsuf.engine.sequence import Sequence
-from dsuf.kernels.slots import slot_record
+from dsuf.engine.sequence import Sequence, StepRecord
+from dsuf.kernels.slots import Record, slot_record
 
 if TYPE_CHECKING:
-    from dsuf.engine.gpu.device import Event
+    from dsuf.engine.gpu.ranks import Marks
 
 
 @dataclass
@@ -35,8 +35,14 @@ class Pass:
     number: int
     held: tuple[Held, ...]
     rows: tuple[int, ...]  # first row of each
-    event: Event
+    event: Marks
     first: bool  # it gives a prompt's first token: no decode step
+
+
+def step_record(record: Record) -> StepRecord:
+    """What a trace keeps of it."""
+    accepted = min(record.accepted, len(record.emitted))
+    return StepRecord(record.position, record.after, record.drafted, record.confidence, accepted, record.emitted)
 
 
 def admission(held: Held, threshold: float) -> np.ndarray:

@@ -1,35 +1,32 @@
-"""Everything of one GPU that a backend works with: checkpoint, weights, pages, workspace, graphs, in that order.
+"""Everything of one GPU that a backend works with: weights, pages, workspace, graphs, and what they may take.
 
-machine = Machine.load(options, class_map, device, progress)
+machines.py makes them, one a rank.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dsuf.engine.backend import Progress, StepCounts
+from dsuf.engine.backend import StepCounts
 from dsuf.engine.gpu import prefill_buffers
 from dsuf.engine.gpu.buffers import KIND, Workspace
-from dsuf.engine.gpu.engram_tables import place, place_on_device
+from dsuf.engine.gpu.engram_tables import Placement
 from dsuf.engine.gpu.memory import SPARE_SLOTS, Ledger, plan_memory
 from dsuf.engine.gpu.pages import Pages
-from dsuf.engine.gpu.phases import Phases
-from dsuf.engine.gpu.ranks import ALONE, Rank, exchange_bytes
+from dsuf.engine.gpu.ranks import ALONE, Rank, Ranks, exchange_bytes
 from dsuf.engine.gpu.step_graph import StepGraphs
 from dsuf.engine.gpu.step_walk import Model
-from dsuf.engine.gpu.weight_fill import fill
-from dsuf.engine.gpu.weight_load import load
 from dsuf.engine.gpu.weights import Weights
 from dsuf.engine.options import EngineOptions
-from dsuf.errors import CheckpointError, ConfigError
+from dsuf.errors import ConfigError
 from dsuf.kernels.engram import HISTORY
 from dsuf.kernels.slots import C_TOTAL_ROWS, C_TOTAL_SLOTS, COUNTER_BYTES, MOST_ROWS
-from dsuf.layout import PAGE_TOKENS, pages_for
+from dsuf.layout import PAGE_TOKENS, PageLayout, pages_for
 from dsuf.model.checkpoint import Checkpoint
 from dsuf.spec import Spec
 
@@ -41,7 +38,7 @@ LOOKAHEAD = 64  # tokens beyond the context that ropes, page tables and pages ha
 
 @dataclass(frozen=True)
 class Machine:
-    """See the module."""
+    """One rank. `ledger`, `max_context` and `slots` are those of every rank."""
 
     device: Device
     checkpoint: Checkpoint | None
@@ -53,73 +50,6 @@ class Machine:
     model: Model
     steps: StepGraphs
     counters: int  # uint32 [2]: distinct experts read, backbone and drafter
-
-    @classmethod
-    def load(
-        cls,
-        options: EngineOptions,
-        class_map: Callable[[Checkpoint], np.ndarray | None] | None,
-        device: Device,
-        progress: Progress,
-        *,
-        graphs: bool = True,
-        rank: Rank = ALONE,
-    ) -> Machine:
-        """Read a checkpoint onto the device, or a rank's share of it (then engram_tables.join_shares has to follow).
-        Raises CheckpointError, ConfigError or DeviceError.
-        """
-        progress("checkpoint", 0.0)
-        phases = Phases()
-        phases("checkpoint")
-        checkpoint = Checkpoint.open(options.ckpt)
-        classes = checkpoint.class_map()
-        if classes is None and class_map is not None:
-            classes = class_map(checkpoint)
-        spec = checkpoint.spec
-        if classes is None:
-            if spec.engram_layer_ids:
-                raise CheckpointError("no Engram class map: expected engram_token_map.json or a tokenizer beside it.")
-            classes = np.zeros(spec.vocab_size, np.int32)
-        ledger = ledger_of(options, spec, device, rank)
-        phases("weights")
-        share = {"rank": rank.index, "ranks": rank.count}
-        weights = Weights.allocate(device, spec, classes, positions=ledger.max_context + LOOKAHEAD, **share)
-        tables = place(weights, checkpoint, ledger.engram, options.engram_memory)
-        if checkpoint.holes_seed is not None:
-            fill(weights, checkpoint.config, checkpoint.holes_seed)
-        else:
-            load(weights, checkpoint, lambda done, total: progress("weights", done / total))
-        if tables is not None:
-            phases("rest of Engram tables")
-            tables.result()
-        phases("caches, workspace and graphs")
-        pad = int(classes[spec.engram_pad_token_id])
-        machine = cls.over(device, ledger, weights, pad, checkpoint=checkpoint, graphs=graphs, rank=rank)
-        progress("weights", 1.0)
-        phases.tell(f"loaded {options.ckpt.name}")
-        return machine
-
-    @classmethod
-    def synthetic(
-        cls,
-        config: dict[str, Any],
-        options: EngineOptions,
-        device: Device,
-        *,
-        seed: int = 0,
-        graphs: bool = True,
-        rank: Rank = ALONE,
-    ) -> Machine:
-        """Random weights for a config, or a rank's share, made on the device; nothing is read. Raises ConfigError or
-        DeviceError.
-        """
-        spec = Spec.from_config(config)
-        classes = (np.arange(spec.vocab_size) % spec.engram_compressed_vocab_size).astype(np.int32)
-        ledger, share = ledger_of(options, spec, device, rank), {"rank": rank.index, "ranks": rank.count}
-        weights = Weights.allocate(device, spec, classes, positions=ledger.max_context + LOOKAHEAD, **share)
-        place_on_device(weights)
-        fill(weights, config, seed)
-        return cls.over(device, ledger, weights, int(classes[spec.engram_pad_token_id]), graphs=graphs, rank=rank)
 
     @classmethod
     def over(
@@ -156,6 +86,15 @@ class Machine:
         return StepCounts(steps, wide[0], wide[1], int(experts[0]), int(experts[1]))
 
 
+def total(every: Sequence[StepCounts], spec: Spec) -> StepCounts:
+    """Of all ranks, each of which counted the experts that it has read."""
+    first, split = every[0], len(every) > 1
+    for name, experts in (("experts", spec.n_routed_experts), ("drafter_experts", spec.dspark_n_routed_experts)):
+        if split and experts % len(every) == 0:
+            first = replace(first, **{name: sum(getattr(counts, name) for counts in every)})
+    return first
+
+
 def context_of(options: EngineOptions, spec: Spec) -> int:
     """Tokens of the longest sequence. Raises ConfigError for more than the checkpoint was made for."""
     asked, most = options.max_context, spec.max_position_embeddings
@@ -175,20 +114,44 @@ def _prefill_bytes(options: EngineOptions, spec: Spec, context: int) -> int:
     return prefill_buffers.workspace_bytes(spec, options.prefill_chunk, slots, context + LOOKAHEAD)
 
 
-def ledger_of(options: EngineOptions, spec: Spec, device: Device, rank: Rank = ALONE) -> Ledger:
-    """What everything will take; told before anything is loaded. Raises ConfigError or DeviceError."""
+def exchange_rows(options: EngineOptions, spec: Spec) -> int:
+    """Rows at most of which ranks add up something at once."""
+    few = options.prefill_chunk <= MOST_ROWS
+    return MOST_ROWS if few else max(options.prefill_chunk, spec.sliding_window)
+
+
+def ledgers_of(options: EngineOptions, spec: Spec, ranks: Ranks) -> list[Ledger]:
+    """What everything will take on each rank, told before anything is loaded: the same pages, context and place of
+    Engram's tables on all, as many as the fullest one has room for. Raises ConfigError or DeviceError.
+    """
     context_of(options, spec)
-    ledger = plan_memory(
+    every = [(device, ranks.rank(index)) for index, device in enumerate(ranks.devices)]
+    found = [ledger_of(options, spec, *one, options.max_context) for one in every]
+    if len(found) > 1:
+        context = min(ledger.max_context for ledger in found)
+        engram = "host" if any(ledger.engram == "host" for ledger in found) else found[0].engram
+        found = [ledger_of(options, spec, *one, context, engram) for one in every]
+        pages = min(ledger.pages for ledger in found)
+        found = [ledger.with_pages(pages, PageLayout.of(spec).page_bytes) for ledger in found]
+    for ledger, (device, _) in zip(found, every, strict=True):
+        print(f"memory of GPU {device.index} ({device.name}):", *ledger.lines(), sep="\n  ", file=sys.stderr)
+    return found
+
+
+def ledger_of(
+    options: EngineOptions, spec: Spec, device: Device, rank: Rank, context: int | None, engram: Placement | None = None
+) -> Ledger:
+    """What everything will take on one device. Raises DeviceError."""
+    return plan_memory(
         spec,
         *device.memory(),
-        max_context=options.max_context,
+        max_context=context,
         max_sequences=options.max_sequences,
         cache_tokens=options.cache_tokens,
         lookahead=LOOKAHEAD,
         rank=rank.index,
         ranks=rank.count,
+        engram=engram,
         workspace=lambda context: _prefill_bytes(options, spec, context),
-        exchange=exchange_bytes(spec, rank, options.prefill_chunk),
+        exchange=exchange_bytes(spec, rank, exchange_rows(options, spec)),
     )
-    print(f"memory of GPU {device.index} ({device.name}):", *ledger.lines(), sep="\n  ", file=sys.stderr)
-    return ledger

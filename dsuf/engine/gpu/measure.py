@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from dsuf.engine.gpu.backend import GpuBackend
+from dsuf.engine.gpu.machine import Machine
 from dsuf.engine.gpu.step_graph import Bucket, Entry, bucket_of
 from dsuf.engine.messages import Request, Sampling
 from dsuf.engine.sequence import Sequence
@@ -49,11 +50,12 @@ class StepRun:
             ids = rng.integers(3, vocabulary - 1, context).tolist()
             request = Request(f"run-{number}", ids, budget, Sampling(temperature=0), ignore_eos=True)
             sequence = Sequence(request, budget, draft, verify, None)
-            slot = backend.adopt(sequence)
-            self._fill(slot, rng)
+            slot, seed = backend.adopt(sequence), int(rng.integers(1 << 30))
+            for machine in backend.machines:
+                fill(machine, slot, context, np.random.default_rng(seed))
             self.sequences.append(sequence)
-        self._injected = 0
-        self._rings = self._scratch()
+        self._injected: list[int] = []  # of each rank
+        self._rings = [(machine.device, *ring) for machine in backend.machines for ring in _scratch(machine)]
 
     def steps(self, count: int) -> list[float]:
         """Seconds of each of `count` steps as the host sees results come."""
@@ -73,9 +75,9 @@ class StepRun:
         kernels that do not start before their predecessor has ended, in graphs of their own.
         """
         steps, device, bucket = self.machine.steps, self.machine.device, self._bucket()
-        kept = device.dependent
+        kept, graphs = device.dependent, self.backend.all_steps
         if dependent:
-            return self._device_time(lambda: (steps.draft(bucket, self._entries()), steps.verify(bucket)), count)
+            return self._device_time(lambda: (graphs.draft(bucket, self._entries()), graphs.verify(bucket)), count)
         device.dependent = False
         with device.capture() as graph:
             steps.walk(bucket, device.launch)
@@ -129,19 +131,16 @@ class StepRun:
 
     def inject(self, recorded: np.ndarray, keep: float, seed: int = 0) -> None:
         """Offer a recording as drafts in all later steps, each kept with probability `keep`."""
-        device, spec = self.machine.device, self.machine.spec
-        table = np.zeros((self.machine.slots, recorded.shape[1]), np.int32)
+        machines, count = self.backend.machines, recorded.shape[1]
+        table = np.zeros((self.machine.slots, count), np.int32)
         for sequence, tokens in zip(self.sequences, recorded, strict=True):
             table[self.backend.slot_of(sequence)] = tokens
         if not self._injected:
-            self._injected = device.allocate(table.nbytes, "workspace")
-        device.upload(self._injected, table)
-        first = self.sequences[0].last_position + 1
-        arguments = (
-            self._injected, recorded.shape[1], first, recorded.shape[1], seed, int(keep * (2**32 - 1)),
-            spec.vocab_size,
-        )  # fmt: skip
-        self.machine.steps.inject(arguments)
+            self._injected = [machine.device.allocate(table.nbytes, "workspace") for machine in machines]
+        first, kept = self.sequences[0].last_position + 1, int(keep * (2**32 - 1))
+        for machine, at in zip(machines, self._injected, strict=True):
+            machine.device.upload(at, table)
+            machine.steps.inject((at, count, first, count, seed, kept, self.machine.spec.vocab_size))
 
     def profile(self) -> dict[str, tuple[int, float]]:
         """Kernel -> (launches a step, microseconds a step)."""
@@ -176,21 +175,13 @@ class StepRun:
             found[name] = (count, last.since(first) / REPEATS * 1e6)
         return found
 
-    def _scratch(self) -> list[tuple[int, int, int]]:
-        """(address, bytes, place for a copy) of all rings: a run of more tokens than they spare cannot go back."""
-        pages, device = self.machine.pages, self.machine.device
-        slots, head = pages.slots, self.machine.spec.head_dim
-        rings = [(pages.windows, slots * pages.window_pitch), (pages.history, 4 * HISTORY * slots)]
-        rings += [(address, slots * PAIR_RING * 8 * head) for address in pages.pairs.values()]
-        return [(address, size, device.allocate(size, "bench")) for address, size in rings]
-
     def _keep_rings(self) -> None:
-        for address, size, place in self._rings:
-            self.machine.device.copy_async(place, address, size)
+        for device, address, size, place in self._rings:
+            device.copy_async(place, address, size)
 
     def _put_rings_back(self) -> None:
-        for address, size, place in self._rings:
-            self.machine.device.copy_async(address, place, size)
+        for device, address, size, place in self._rings:
+            device.copy_async(address, place, size)
 
     def _bucket(self) -> Bucket:
         return bucket_of(self._entries(), self.machine.spec.dspark_block_size)
@@ -198,21 +189,36 @@ class StepRun:
     def _records(self) -> int:
         return self.backend.collected
 
-    def _fill(self, slot: int, rng: np.random.Generator) -> None:
-        """Random valid values in the slot's pages and windows."""
-        pages, device = self.machine.pages, self.machine.device
-        held = pages.pages_of(slot)
-        patterns = device.allocate(PATTERNS * pages.page_bytes, "workspace")
-        device.upload(patterns, np.concatenate([_page(pages.layout, rng) for _ in range(PATTERNS)]))
-        for number, page in enumerate(held[: pages_for(self.context)]):
-            source = patterns + number % PATTERNS * pages.page_bytes
-            device.copy_async(pages.pool + page * pages.page_bytes, source, pages.page_bytes)
-        rows = pages.window_pitch // pages.row_bytes
-        width = self.machine.spec.head_dim
-        window = np.zeros((rows, pages.row_bytes), np.uint8)
-        window[:, :width] = _codes(rng, (rows, width))
-        window[:, width : width + width // 32] = rng.integers(*UE8M0_SCALES, (rows, width // 32))
-        device.upload(pages.windows + slot * pages.window_pitch, window)
+
+def fill(machine: Machine, slot: int, context: int, rng: np.random.Generator) -> None:
+    """Random valid values in a slot's pages and windows, for a context of so many tokens; zeros in what else it has, so
+    that all ranks have the same.
+    """
+    pages, device = machine.pages, machine.device
+    held = pages.pages_of(slot)
+    patterns = device.allocate(PATTERNS * pages.page_bytes, "workspace")
+    device.upload(patterns, np.concatenate([_page(pages.layout, rng) for _ in range(PATTERNS)]))
+    for number, page in enumerate(held[: pages_for(context)]):
+        source = patterns + number % PATTERNS * pages.page_bytes
+        device.copy_async(pages.pool + page * pages.page_bytes, source, pages.page_bytes)
+    rows, width = pages.window_pitch // pages.row_bytes, machine.spec.head_dim
+    window = np.zeros((rows, pages.row_bytes), np.uint8)
+    window[:, :width] = _codes(rng, (rows, width))
+    window[:, width : width + width // 32] = rng.integers(*UE8M0_SCALES, (rows, width // 32))
+    device.upload(pages.windows + slot * pages.window_pitch, window)
+    device.zero(pages.history + 4 * HISTORY * slot, 4 * HISTORY)
+    pair = PAIR_RING * 8 * machine.spec.head_dim
+    for address in pages.pairs.values():
+        device.zero(address + pair * slot, pair)
+
+
+def _scratch(machine: Machine) -> list[tuple[int, int, int]]:
+    """(address, bytes, place for a copy) of all rings: a run of more tokens than they spare cannot go back."""
+    pages, device = machine.pages, machine.device
+    slots, head = pages.slots, machine.spec.head_dim
+    rings = [(pages.windows, slots * pages.window_pitch), (pages.history, 4 * HISTORY * slots)]
+    rings += [(address, slots * PAIR_RING * 8 * head) for address in pages.pairs.values()]
+    return [(address, size, device.allocate(size, "bench")) for address, size in rings]
 
 
 def _launches(steps: Any, bucket: Bucket, half: str) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:

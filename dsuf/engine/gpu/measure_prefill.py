@@ -38,15 +38,19 @@ class PromptRun:
         ids = self._rng.integers(3, spec.vocab_size - 1, length).tolist()
         request = Request(f"prompt-{self._number}", ids, 1, Sampling(temperature=0), ignore_eos=True)
         sequence = Sequence(request, 1, False, None, None)
-        self.device.synchronize()
+        self._synchronize()
         begun = time.perf_counter()
         while not self.backend.prefill(sequence, length, float("inf")):
             pass
-        self.device.synchronize()
+        self._synchronize()
         took = time.perf_counter() - begun
         self.backend.release(sequence)
         self.backend.poll()
         return took
+
+    def _synchronize(self) -> None:
+        for machine in self.backend.machines:
+            machine.device.synchronize()
 
     def profile(self, length: int) -> dict[str, tuple[int, float]]:
         """Launches and microseconds by kernel over a prompt, each launch between two events of its own."""

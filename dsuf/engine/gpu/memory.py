@@ -11,7 +11,7 @@ sequences can use. A context that was asked for and does not fit is refused, and
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dsuf.engine.gpu import buffers, engram_tables
 from dsuf.engine.gpu.engram_tables import Placement
@@ -46,6 +46,10 @@ class Ledger:
     def planned(self) -> int:
         """Bytes of everything together."""
         return sum(self.entries.values())
+
+    def with_pages(self, pages: int, page_bytes: int) -> Ledger:
+        """With fewer pages, because another device has no room for more."""
+        return replace(self, pages=pages, entries={**self.entries, "pages": pages * page_bytes})
 
     def lines(self) -> list[str]:
         """The table that is printed before loading."""

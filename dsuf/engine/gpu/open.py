@@ -1,8 +1,9 @@
-"""From options to a backend on a GPU: the device, its kernels, and what must be said before anything is loaded."""
+"""From options to a backend on GPUs: the devices, their kernels, and what must be said before anything is loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from dsuf.engine.gpu import cubins
@@ -10,8 +11,11 @@ from dsuf.engine.gpu.backend import GpuBackend
 from dsuf.engine.gpu.device import Device
 from dsuf.engine.gpu.launches import width_of
 from dsuf.engine.gpu.phases import Phases
+from dsuf.engine.gpu.ranks import Rank
 from dsuf.engine.options import EngineOptions
 from dsuf.errors import ConfigError
+from dsuf.kernels.catalogue import Width
+from dsuf.kernels.reduce import MOST_RANKS
 from dsuf.spec import Spec
 
 if TYPE_CHECKING:
@@ -23,23 +27,58 @@ if TYPE_CHECKING:
 def open_backend(
     options: EngineOptions, class_map: Callable[[Checkpoint], np.ndarray | None] | None, *, graphs: bool = True
 ) -> GpuBackend:
-    """A backend on the one GPU of `options.gpus`, not loaded yet. Raises ConfigError or DeviceError."""
-    return GpuBackend(options, class_map, open_device(options, Spec.load(options.ckpt / "config.json")), graphs=graphs)
+    """A backend on the GPUs of `options.gpus`, not loaded yet. Raises ConfigError or DeviceError."""
+    return GpuBackend(options, class_map, open_devices(options, Spec.load(options.ckpt / "config.json")), graphs=graphs)
 
 
-def open_device(options: EngineOptions, spec: Spec, *, dependent: bool = True) -> Device:
-    """The device with all kernels of the checkpoint's width, compiled where they are missing."""
-    if len(options.gpus) != 1:
-        raise ConfigError(f"{len(options.gpus)} GPUs were asked for; the engine runs on one so far.")
+def open_devices(options: EngineOptions, spec: Spec, *, dependent: bool = True) -> list[Device]:
+    """The devices with all kernels of the checkpoint's width, compiled where they are missing."""
     width = width_of(spec)
-    phases = Phases()
-    phases("device")
-    device = Device.open(options.gpus[0], dependent=dependent)
+    check_shares(spec, width, len(options.gpus))
     if options.kernels is None and options.cache is None:
         raise ConfigError("no folder of kernels and no build cache are given; set DSUF_KERNELS or DSUF_CACHE.")
+    phases = Phases()
+    phases("devices")
+    devices = [Device.open(index, dependent=dependent) for index in options.gpus]
+    first = devices[0]
+    for device in devices:
+        if device.chip != first.chip:
+            raise ConfigError(
+                f"GPU {first.index} is {first.name} ({first.chip}) and GPU {device.index} {device.name} "
+                f"({device.chip}): ranks must agree in every bit, so one engine runs on GPUs of one kind. Name such."
+            )
     phases("finding kernels")
-    found = cubins.find(device.chip, width.label, options.cache, options.kernels)
+    found = cubins.find(first.chip, width.label, options.cache, options.kernels)
     phases("loading kernels")
-    device.add_kernels(found)
-    phases.tell(f"GPU {device.index} ({device.name}) with {len(found)} kernels")
-    return device
+    for device in devices:
+        device.add_kernels(found)
+    names = ", ".join(f"GPU {device.index} ({device.name})" for device in devices)
+    phases.tell(f"{names} with {len(found)} kernels")
+    return devices
+
+
+@contextlib.contextmanager
+def opened(options: EngineOptions, spec: Spec) -> Iterator[list[Device]]:
+    """The same, closed afterwards."""
+    devices = open_devices(options, spec)
+    try:
+        yield devices
+    finally:
+        for device in devices:
+            device.close()
+
+
+def check_shares(spec: Spec, width: Width, count: int) -> None:
+    """Raise ConfigError where a checkpoint cannot be shared by so many GPUs."""
+    if not _can_share(spec, width, count):
+        fitting = ", ".join(str(n) for n in range(1, MOST_RANKS + 1) if _can_share(spec, width, n))
+        raise ConfigError(
+            f"{count} GPUs cannot share this checkpoint ({spec.num_attention_heads} heads, {spec.n_routed_experts} "
+            f"experts): their parts must be equal, with attention kernels for so many heads. Name {fitting} GPUs."
+        )
+
+
+def _can_share(spec: Spec, width: Width, count: int) -> bool:
+    heads = Rank(0, count).share(spec).num_attention_heads
+    experts = (spec.n_routed_experts, spec.dspark_n_routed_experts)
+    return 1 <= count <= MOST_RANKS and heads in width.heads.values() and not any(n % count for n in experts)

@@ -34,6 +34,7 @@ from dsuf.spec import Spec
 
 if TYPE_CHECKING:
     from dsuf.engine.gpu.device import Device, Event
+    from dsuf.engine.gpu.ranks import Marks
 
 RING_EXTRA = 64
 MANY = 8  # pages that are taken at once for a prompt or a restore, not for the next tokens
@@ -99,7 +100,7 @@ class _Leaving:
 
     slot: int
     pages: list[int]
-    event: Event
+    event: Event | Marks
     copies: int  # number of the last copy that reads it
 
 
@@ -187,16 +188,33 @@ class Pages:
                 f"{wanted - before} pages are needed and {len(self._free)} of {self.count} are free; the engine asked "
                 "for more than limits.cache_pages."
             )
-        held += self._free.take(wanted - before)
-        row = self._mirror[slot, before:wanted]
-        row[:] = held[before:]
+        self._add(slot, self._free.take(wanted - before))
+
+    def _add(self, slot: int, numbers: list[int]) -> None:
+        held = self._held[slot]
+        before = len(held)
+        held += numbers
+        row = self._mirror[slot, before : len(held)]
+        row[:] = numbers
         at = 4 * (slot * self.most_pages + before)
         self.device.copy_async(self.table + at, row.ctypes.data, row.nbytes)
 
-    def release(self, slot: int) -> None:
-        """Give back a slot and its pages, once the work and the copies that are queued now have ended."""
-        self._leaving.append(_Leaving(slot, self._held.pop(slot), self.device.record(), self.copies))
+    def release(self, slot: int, end: Event | Marks | None = None) -> None:
+        """Give back a slot and its pages, once the work and the copies that are queued now have ended. `end`: until
+        when they are in use, if not by this device alone.
+        """
+        self._leaving.append(_Leaving(slot, self._held.pop(slot), end or self.device.record(), self.copies))
         self._reclaim(wait=False)
+
+    def follow(self, slot: int, leader: Pages) -> None:
+        """Hold what the slot holds on another rank, pages of the same numbers. Who follows gives out none itself."""
+        held, wanted = self._held.setdefault(slot, []), leader._held[slot]
+        if len(held) < len(wanted):
+            self._add(slot, wanted[len(held) :])
+
+    def leave(self, slot: int) -> None:
+        """The opposite of `follow`, before the leader gives the slot back."""
+        del self._held[slot]
 
     def pages_of(self, slot: int) -> list[int]:
         """Numbers of the slot's pages in the pool."""

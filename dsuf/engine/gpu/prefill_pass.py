@@ -6,11 +6,13 @@ truncated  layers before the candidate source on every row, and that layer's com
 
 Twin of prompt_rows.py, which runs the same rows 48 at a time through the decode walk. A row's result does not depend on
 the chunk in which it comes: any lengths leave the same pages, windows, history and carried rows, bit for bit.
-Everything is queued on the current stream. Reference: dsuf.model.reference.prefill; reference model.md 4.
+`exact`, `encode` and `decode` are walks for ranks.in_turns, a layer a turn; everything is queued on the current stream.
+Reference: dsuf.model.reference.prefill; reference model.md 4.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,30 +41,33 @@ class PrefillPass:
         self._events: list[Any] = [None] * TABLES
         self._turn = 0
 
-    def exact(self, slot: int, start: int, ids: np.ndarray, decoder_start: int) -> None:
+    def exact(self, slot: int, start: int, ids: np.ndarray, decoder_start: int) -> Iterator[None]:
         """All layers on up to `most_rows` rows."""
         chunk = self._chunk(slot, start, ids, decoder_start)
         chunk.enter()
         for layer in range(self.model.spec.num_hidden_layers):
             chunk.layer(layer)
+            yield
         chunk.drafter_windows()
 
-    def encode(self, slot: int, start: int, ids: np.ndarray) -> None:
+    def encode(self, slot: int, start: int, ids: np.ndarray) -> Iterator[None]:
         """Encoder layers, the candidate source's entries, and the decoder's input of the last rows, carried."""
         chunk, first = self._chunk(slot, start, ids, 0), self.model.spec.decoder_start_layer
         chunk.enter()
         for layer in range(first):
             chunk.layer(layer, mix_next=layer + 1 < first)
+            yield
         chunk.compress(self.model.spec.layers[first])
         self._carry(slot, start, len(ids), store=True)
 
-    def decode(self, slot: int, start: int, count: int, decoder_start: int) -> None:
+    def decode(self, slot: int, start: int, count: int, decoder_start: int) -> Iterator[None]:
         """Decoder layers on carried rows."""
         chunk, spec = self._chunk(slot, start, np.zeros(count, np.int64), decoder_start), self.model.spec
         self._carry(slot, start, count, store=False)
         chunk.again(spec.decoder_start_layer)
         for layer in range(spec.decoder_start_layer, spec.num_hidden_layers):
             chunk.layer(layer, compress=layer != spec.decoder_start_layer)
+            yield
         chunk.drafter_windows()
 
     def _chunk(self, slot: int, start: int, ids: np.ndarray, decoder_start: int) -> Chunk:

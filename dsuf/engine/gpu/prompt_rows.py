@@ -6,11 +6,13 @@ truncated  layers before the candidate source on every row, and that layer's com
            last sliding_window rows. What enters the decoder is carried in a ring of that many rows a slot.
 
 Rows write windows, pages, open pairs, history and drafter windows as decode rows do. Nothing is emitted: the prompt's
-last token is the first row of the decode path. Reference: dsuf.model.reference.prefill; reference model.md 4.
+last token is the first row of the decode path. `exact`, `encode` and `decode` are walks for ranks.in_turns, a layer a
+turn. Reference: dsuf.model.reference.prefill; reference model.md 4.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -54,23 +56,27 @@ class PromptRows:
         self._events: list[object] = [None] * TABLES
         self._turn = 0
 
-    def exact(self, slot: int, start: int, ids: np.ndarray, decoder_start: int) -> None:
+    def exact(self, slot: int, start: int, ids: np.ndarray, decoder_start: int) -> Iterator[None]:
         """All layers on up to 48 rows; afterwards work.x is the head's input of each."""
-        k = self._rows_of(slot, start, ids, decoder_start)
-        step_walk.backbone(k, self.model)
-        draft_walk.windows(k, self.model)
+        m, k = self.model, self._rows_of(slot, start, ids, decoder_start)
+        residual = step_walk.enter(k, m)
+        for layer in range(m.spec.num_hidden_layers):
+            step_walk.layer_walk(k, m, residual, layer)
+            yield
+        draft_walk.windows(k, m)
 
-    def encode(self, slot: int, start: int, ids: np.ndarray) -> None:
+    def encode(self, slot: int, start: int, ids: np.ndarray) -> Iterator[None]:
         """Encoder layers, the candidate source's entries, and the decoder's input into the ring."""
         m, k = self.model, self._rows_of(slot, start, ids, 0)
         first = m.spec.decoder_start_layer
         residual = step_walk.enter(k, m)
         for layer in range(first):
             step_walk.layer_walk(k, m, residual, layer)
+            yield
         step_walk.compress_rows(k, m, m.spec.layers[first])
         self._carry(slot, start, len(ids), residual)
 
-    def decode(self, slot: int, start: int, count: int, decoder_start: int) -> None:
+    def decode(self, slot: int, start: int, count: int, decoder_start: int) -> Iterator[None]:
         """Decoder layers on `count` carried rows, at most 48."""
         m = self.model
         k = self._rows_of(slot, start, np.zeros(count, np.int64), decoder_start)
@@ -79,13 +85,17 @@ class PromptRows:
         residual = Residual.at(k, m.work, m.weights.layers[first])
         for layer in range(first, m.spec.num_hidden_layers):
             step_walk.layer_walk(k, m, residual, layer, compress=layer != first)
+            yield
         draft_walk.windows(k, m)
 
+    def head(self, count: int) -> None:
+        """The head over the rows that `exact` ran last."""
+        k = Launches(self.device.launch, self.model.spec, self.rows, count, self.model.rank)
+        step_walk.head(k, self.model, self.model.work.logits)
+
     def logits(self, count: int) -> np.ndarray:
-        """float32 [count, V] of the rows that `exact` ran last; waits for them."""
+        """float32 [count, V] that `head` gave; waits for them."""
         m = self.model
-        k = Launches(self.device.launch, m.spec, self.rows, count, m.rank)
-        step_walk.head(k, m, m.work.logits)
         raw = self.device.download(m.work.logits, 4 * count * m.spec.vocab_size)
         return raw.view(np.float32).reshape(count, -1)
 

@@ -7,17 +7,21 @@
     total.push(rank, part)                 of every rank, on its own stream
     total.join(rank, out)                  out = sum over ranks, the same bits on each
     ranks.check()
+    in_turns(walk(rank) for every rank)    launches of all, a layer of each at a time
 
 Heads, their groups and the head's rows are cut where kernels can take the parts, experts by number; streams, caches,
 indexer, router and the shared expert are whole on every rank, so that all of them choose the same, bit for bit.
 
 The same device may stand for several ranks: then all pushes must be queued before the first join, because a join waits
 on the device for what comes behind it. A join that waits in vain ends after BOUND_US and leaves a fault word.
+
+One host thread queues the work of all ranks. A driver lets the host wait where a device has some thousand launches
+queued, and a device waits at a join for the others: so no rank is ever a layer's launches, or one graph, ahead of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -30,7 +34,7 @@ from dsuf.kernels.reduce import MOST_BLOCKS, MOST_RANKS, PIECE, blocks_of, inbox
 from dsuf.spec import Spec
 
 if TYPE_CHECKING:
-    from dsuf.engine.gpu.device import Device
+    from dsuf.engine.gpu.device import Device, Event
 
 BOUND_US = 2_000_000  # a step is milliseconds; a rank that is this late is gone
 Launch = Callable[..., None]  # (name, *arguments, grid=(x, y))
@@ -71,6 +75,31 @@ class Rank:
 ALONE = Rank()
 
 
+def in_turns(walks: Iterable[Iterator[None]]) -> None:
+    """Go on with each walk to where it next yields, again and again until all have ended."""
+    left, ended = list(walks), object()
+    while left:
+        left = [walk for walk in left if next(walk, ended) is not ended]
+
+
+class Marks:
+    """A point in the work of every rank: an event of each."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._events: list[Event] = [device.record() for device in ranks.devices]
+
+    def done(self) -> bool:
+        """Whether everything before it has ended everywhere. Raises DeviceError if that work failed."""
+        return all(event.done() for event in self._events)
+
+    def wait(self) -> None:
+        """Block the host until then. Raises DeviceError if that work failed, or a join gave up."""
+        for event in self._events:
+            event.wait()
+        self._ranks.check()
+
+
 class Ranks:
     """The devices of all ranks, in rank order; each sees the memory of the others."""
 
@@ -93,10 +122,18 @@ class Ranks:
         return Rank(index, len(self.devices), self)
 
     def device(self, rank: int) -> Device:
-        """The rank's device, made current in this thread."""
-        if self.several:
-            self.devices[rank].make_current()
+        """The rank's device."""
         return self.devices[rank]
+
+    def record(self) -> Marks:
+        """After what every rank has queued by now."""
+        return Marks(self)
+
+    def synchronize(self) -> None:
+        """Block until every rank has done what is queued. Raises DeviceError like `Marks.wait`."""
+        for device in self.devices:
+            device.synchronize()
+        self.check()
 
     def prepare(self, spec: Spec, rows: int) -> None:
         """Take memory for everything that steps and prompt passes of up to `rows` rows exchange, before any of it."""

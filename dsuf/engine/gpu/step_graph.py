@@ -18,7 +18,7 @@ drafts and makes masks of what may follow them while the device scores, and the 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +87,16 @@ def splits(entries: Sequence[Entry]) -> list[list[int]]:
             rows, drafting = entry.rows, int(entry.drafts)
         parts[-1].append(index)
     return parts
+
+
+def usual(block: int, sequences: int, *, drafts: bool) -> Iterator[Bucket]:
+    """What steps of up to so many sequences run in where all draft or nobody does."""
+    rows = block + 1
+    some = [Bucket(rows * groups, groups, groups) for groups in GROUPS] if drafts else []
+    some += [Bucket(size, 0, size) for size in (PLAIN_ROWS[:1] if drafts else PLAIN_ROWS)]
+    most = next((size for size in (GROUPS if drafts else PLAIN_ROWS) if size >= sequences), MOST_ROWS)
+    for sampled, masked in itertools.product((False, True), repeat=2):
+        yield from (replace(one, sampled=sampled, masked=masked) for one in some if one.count <= most)
 
 
 def batch_table(entries: Sequence[Entry]) -> np.ndarray:
@@ -165,24 +175,6 @@ class StepGraphs:
         if bucket.groups:
             self._run(bucket, "draft")
 
-    def warm_up(self, sequences: int, *, drafts: bool) -> None:
-        """Capture what steps of up to so many sequences run where all draft or nobody does, and run it for nobody, so
-        that no stream waits for that later.
-        """
-        if not self.graphs:
-            return
-        rows = self.model.spec.dspark_block_size + 1
-        some = [Bucket(rows * groups, groups, groups) for groups in GROUPS] if drafts else []
-        some += [Bucket(size, 0, size) for size in (PLAIN_ROWS[:1] if drafts else PLAIN_ROWS)]
-        most = next((size for size in (GROUPS if drafts else PLAIN_ROWS) if size >= sequences), MOST_ROWS)
-        for sampled, masked in itertools.product((False, True), repeat=2):
-            for bucket in (replace(one, sampled=sampled, masked=masked) for one in some if one.count <= most):
-                self.draft(bucket, [])
-                if masked:
-                    self.score(bucket)
-                self.verify(bucket)
-        self.device.synchronize()
-
     def score(self, bucket: Bucket) -> None:
         """The second half up to its logits, for a bucket with masks; `send_masks` and `verify` must follow."""
         if bucket.groups:
@@ -198,9 +190,14 @@ class StepGraphs:
 
     def result(self, number: int) -> list[Record] | None:
         """What a step did, in the order of its entries; None while it runs."""
+        entry = self.entry(number)
+        return None if entry is None else words.records_of(entry)
+
+    def entry(self, number: int) -> np.ndarray | None:
+        """The same as the device has written it, uint8 [RING_BYTES]."""
         place = number % RING
         entry = self._ring[place * words.RING_BYTES : (place + 1) * words.RING_BYTES]
-        return words.records_of(entry) if words.flag_of(entry) == number else None
+        return entry if words.flag_of(entry) == number else None
 
     def logprobs_of(self, number: int, row: int) -> np.ndarray:
         """uint8 [LOGPROB_BYTES] of a row of a step that has ended."""
@@ -242,24 +239,25 @@ class StepGraphs:
         self._on_device = table
         self.device.copy_async(self._table, stage.ctypes.data, stage.nbytes)
 
-    def _run(self, bucket: Bucket, half: str) -> None:
-        walk = self._walks[half]
-        if half == "draft":  # drafts are the same whatever becomes of them
-            bucket = replace(bucket, masked=False, logprobs=False)
-        if not self.graphs:
-            walk(bucket, self.device.launch)
-            return
-        key = (bucket, half)
-        if key not in self._captured:
+    def capture(self, bucket: Bucket, half: str) -> None:
+        """Make the graph of "draft", "verify", "score" or "choose", if there is none."""
+        key = _key(bucket, half)
+        if self.graphs and key not in self._captured:
             with self.device.capture() as graph:
-                walk(bucket, self.device.launch)
+                self._walks[half](key[0], self.device.launch)
             self._captured[key] = graph
+
+    def _run(self, bucket: Bucket, half: str) -> None:
+        key = _key(bucket, half)
+        if not self.graphs:
+            self._walks[half](key[0], self.device.launch)
+            return
+        self.capture(bucket, half)
         self._captured[key].launch()
 
     def launches(self, bucket: Bucket) -> dict[str, int]:
         """Kernels in each of a captured bucket's graphs."""
-        keys = {half: (bucket, half) for half in ("verify", "score", "choose")}
-        keys["draft"] = replace(bucket, masked=False, logprobs=False), "draft"
+        keys = {half: _key(bucket, half) for half in ("draft", "verify", "score", "choose")}
         return {half: self._captured[key].launches for half, key in keys.items() if key in self._captured}
 
     def inject(self, arguments: tuple[int, ...] | None) -> None:
@@ -322,3 +320,8 @@ class StepGraphs:
             self._ring.ctypes.data, RING, bucket.count, vocabulary, grid=(8 * bucket.count, 1),
         )  # fmt: skip
         draft_walk.windows(self._launches(bucket, launch), m)
+
+
+def _key(bucket: Bucket, half: str) -> tuple[Bucket, str]:
+    """Drafts are the same whatever becomes of them."""
+    return (replace(bucket, masked=False, logprobs=False) if half == "draft" else bucket), half

@@ -57,11 +57,12 @@ class Device:
 class Backend:
     """Counts 6 rows and 32 distinct experts a layer a step."""
 
-    def __init__(self, options, class_map, device, *, synthetic):
+    def __init__(self, options, class_map, devices, *, synthetic):
         block = SimpleNamespace(gate_bias=77)
         weights = SimpleNamespace(layers=[block] * SPEC.num_hidden_layers, stages=[block] * 3)
         model, ledger = SimpleNamespace(weights=weights), SimpleNamespace(planned=5)
-        self.machine = SimpleNamespace(spec=SPEC, model=model, device=device, ledger=ledger)
+        self.machine = SimpleNamespace(spec=SPEC, model=model, device=devices[0], ledger=ledger)
+        self.machines = [self.machine]
         self.steps = 0
 
     def load(self, progress) -> None:
@@ -121,7 +122,7 @@ def played(monkeypatch):
     device = Device()
     monkeypatch.setattr(dsuf.engine.gpu.backend, "GpuBackend", Backend)
     monkeypatch.setattr(dsuf.engine.gpu.measure, "StepRun", Steps)
-    monkeypatch.setattr(dsuf.engine.gpu.open, "open_device", lambda options, spec: contextlib.nullcontext(device))
+    monkeypatch.setattr(dsuf.engine.gpu.open, "opened", lambda options, spec: contextlib.nullcontext([device]))
     return device
 
 

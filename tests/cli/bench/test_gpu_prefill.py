@@ -42,7 +42,7 @@ def test_kernels_are_grouped_and_held_against_their_floor():
 
 
 def test_a_prompt_is_measured_on_a_device_that_engine_and_kernels_share(monkeypatch):
-    monkeypatch.setattr("dsuf.engine.gpu.open.open_device", lambda engine, spec: SimtDevice())
+    monkeypatch.setattr("dsuf.engine.gpu.open.open_devices", lambda engine, spec: [SimtDevice()])
     monkeypatch.setattr(gpu_prefill, "read_ceiling", lambda device: 4600.0 if device.kernels else None)
     monkeypatch.setattr(measure_prefill, "ROWS", 64)
     monkeypatch.setattr(measure_prefill, "OUTPUTS", 128)

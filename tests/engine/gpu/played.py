@@ -172,7 +172,7 @@ class PlayedPrefill:
 
 
 class PlayedDevice:
-    """Its events end only when it is `silent`: done, without a result; or fail when it is `broken`."""
+    """All ranks too. Its events end only when it is `silent`: done, without a result; or fail when it is `broken`."""
 
     index, lost = 0, None
 
@@ -193,6 +193,9 @@ class PlayedDevice:
 
     def held(self) -> dict[str, int]:
         return {"weights": 1}
+
+    def check(self) -> None:
+        pass
 
 
 class PlayedCopies:
@@ -217,12 +220,13 @@ def played_engine(*, delay: int = 3, slots: int = 16, **options: Any) -> Engine:
 
     chosen = EngineOptions(Path("none"), **{"max_sequences": slots, **options})
     device = PlayedDevice()
-    backend = GpuBackend(chosen, None, device)
+    backend = GpuBackend(chosen, None, [device])
+    backend._ranks = device
     spec = SimpleNamespace(
         vocab_size=VOCABULARY, dspark_block_size=BLOCK, num_hidden_layers=2, num_nextn_predict_layers=1, head_dim=64,
         sliding_window=8, engram_max_ngram_size=4, layers=[SimpleNamespace(ratio=2, is_kv_source=True)],
     )  # fmt: skip
-    backend._machine = SimpleNamespace(spec=spec, max_context=4096, counts=lambda steps: steps)
+    backend._machine = SimpleNamespace(spec=spec, max_context=4096)
     backend._pages, backend._graph = PlayedPages(slots, 4096), PlayedSteps(slots, delay)
     backend._copies, backend._prefilling = PlayedCopies(), PlayedPrefill()
     return Engine(backend, chosen)

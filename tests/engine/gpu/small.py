@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from dsuf.engine.engine import Engine
+from dsuf.engine.gpu import machines
 from dsuf.engine.gpu.backend import GpuBackend
+from dsuf.engine.gpu.machine import Machine
+from dsuf.engine.gpu.ranks import Ranks
 from dsuf.engine.messages import Request, Tokens
 from dsuf.engine.options import EngineOptions
 from dsuf.engine.sequence import Trace
@@ -50,9 +53,14 @@ def gpu_engine(folder: Path, *, graphs: bool = True, **options: Any) -> Engine:
     """An engine over the GPU backend on the stand-in."""
     given = {"max_context": 256, "max_sequences": 4, "cache_tokens": 1024, "prefill_chunk": 48, **options}
     chosen = EngineOptions(folder, **given)
-    backend = GpuBackend(chosen, None, SimtDevice(), graphs=graphs)
+    backend = GpuBackend(chosen, None, [SimtDevice()], graphs=graphs)
     backend.load(lambda what, share: None)
     return Engine(backend, chosen)
+
+
+def machine_on(device: Any, options: EngineOptions) -> Machine:
+    """The checkpoint on one device, without graphs."""
+    return machines.load(options, None, Ranks([device]), lambda what, share: None, graphs=False)[0]
 
 
 def texts(engine: Engine, *requests: Request, traces: dict[str, Trace] | None = None) -> dict[str, list[int]]:

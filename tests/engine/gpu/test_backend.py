@@ -133,7 +133,7 @@ def test_a_lost_device_ends_every_request_once():
     engine = played_engine(delay=10**6)
     for name in "ab":
         engine.submit(Request(name, [5] * 4, 40, GREEDY))
-    engine.backend._device.broken = DeviceError("GPU 0 (played) failed with CUDA_ERROR_ILLEGAL_ADDRESS at a step.")
+    engine.backend._ranks.broken = DeviceError("GPU 0 (played) failed with CUDA_ERROR_ILLEGAL_ADDRESS at a step.")
     with pytest.raises(DeviceError, match="ILLEGAL_ADDRESS"):
         for _ in range(20):
             engine.step()
@@ -144,7 +144,7 @@ def test_a_lost_device_ends_every_request_once():
 
 def test_a_step_without_a_result_is_a_fault_and_no_endless_wait():
     engine = played_engine(delay=10**6)
-    engine.backend._device.silent = True
+    engine.backend._ranks.silent = True
     engine.submit(Request("a", [5] * 4, 40, GREEDY))
     with pytest.raises(DeviceError, match="left no result"):
         for _ in range(20):

@@ -23,7 +23,8 @@ def device():
 class TestFaults:
     @pytest.fixture
     def broken(self):
-        handle = SimpleNamespace(create_stream=lambda: SimpleNamespace(sync=lambda: None))
+        stream = SimpleNamespace(sync=lambda: None)
+        handle = SimpleNamespace(create_stream=lambda: stream, set_current=lambda: None)
         return gpu.Device(0, "sm_90a", "NVIDIA H200", handle)
 
     def test_a_sticky_error_marks_the_device_as_lost(self, broken):

@@ -8,7 +8,6 @@ import pytest
 from dsuf import formats
 from dsuf.engine.gpu import draft_walk
 from dsuf.engine.gpu.launches import Launches
-from dsuf.engine.gpu.machine import Machine
 from dsuf.engine.gpu.prompt_rows import PromptRows
 from dsuf.engine.gpu.step_graph import Entry, batch_table
 from dsuf.engine.options import EngineOptions
@@ -17,7 +16,7 @@ from dsuf.model.checkpoint import Checkpoint
 from dsuf.model.reference.drafter import DraftRequest
 from dsuf.model.reference.model import ReferenceModel
 from dsuf.ops.qdq import q8_decode
-from tests.engine.gpu.small import written
+from tests.engine.gpu.small import machine_on, written
 from tests.support.simt_device import SimtDevice
 
 KEPT, Y = 6, 77  # positions with drafter rows, token that the block follows
@@ -29,7 +28,7 @@ class Drafted:
     def __init__(self, folder):
         self.device = SimtDevice()
         options = EngineOptions(folder, max_context=128, max_sequences=2, cache_tokens=256)
-        self.machine = Machine.load(options, None, self.device, lambda what, share: None, graphs=False)
+        self.machine = machine_on(self.device, options)
         self.model, self.spec = self.machine.model, self.machine.spec
         self.slot = self.machine.pages.open()
         self.reference = ReferenceModel.load(Checkpoint.open(folder), "bf16")

@@ -79,7 +79,7 @@ class TestHostTables:
     def test_they_are_filled_beside_the_other_weights(self, tiny):
         device = SimtDevice()
         weights = Weights.allocate(device, tiny.spec, tiny.class_map(), positions=1024)
-        done = engram_tables.place(weights, tiny, "host")
+        done = engram_tables.place([weights], tiny, "host")
         assert not [part for part in weights.loaded if part.kind == "engram tables"]
         weights.load(tiny)
         assert done.result(10) is False
@@ -91,7 +91,7 @@ class TestHostTables:
         before = HostTables(SimtDevice(), tiny.spec)
         before.load(tiny, fingerprint(tiny))
         weights = Weights.allocate(SimtDevice(), tiny.spec, tiny.class_map(), positions=1024)
-        done = engram_tables.place(weights, tiny, "host", before.path)
+        done = engram_tables.place([weights], tiny, "host", before.path)
         assert done.result(10) is True
         raw = tiny.raw("layers.1.engram.embed.weight")
         assert np.array_equal(weights.device.download(weights.layers[1].engram_table, raw.nbytes), raw.reshape(-1))
@@ -104,4 +104,4 @@ class TestHostTables:
         if left == "gone":
             os.close(fd)
         weights = Weights.allocate(SimtDevice(), tiny.spec, tiny.class_map(), positions=1024)
-        assert engram_tables.place(weights, tiny, "host", path).result(10) is False
+        assert engram_tables.place([weights], tiny, "host", path).result(10) is False

@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dsuf.engine.gpu.machine import Machine
 from dsuf.engine.gpu.prefill_buffers import KIND, workspace_bytes
 from dsuf.engine.gpu.prefill_pass import PrefillPass
+from dsuf.engine.gpu.ranks import in_turns
 from dsuf.engine.options import EngineOptions
 from dsuf.model.checkpoint import Checkpoint
 from dsuf.model.reference.block import Stream
 from dsuf.model.reference.model import ReferenceModel
-from tests.engine.gpu.small import written
+from tests.engine.gpu.small import machine_on, written
 from tests.support.simt_device import SimtDevice
 
 CONTEXT, SLOTS = 320, 2
@@ -35,7 +35,7 @@ class Prefill:
     def __init__(self, folder: Path, rows: int):
         self.device = SimtDevice()
         options = EngineOptions(folder, max_context=CONTEXT, max_sequences=SLOTS, cache_tokens=2 * CONTEXT)
-        self.machine = Machine.load(options, None, self.device, lambda what, share: None, graphs=False)
+        self.machine = machine_on(self.device, options)
         self.slot = self.machine.pages.open()
         self.machine.pages.reserve(self.slot, CONTEXT)
         before = self.device.held().get(KIND, 0)
@@ -103,10 +103,10 @@ def test_another_chunk_length_leaves_the_same_bits(small):
     for cuts in ([64, 29], [3, 50, 40]):
         prefill, at = Prefill(small, 64), 0
         for count in cuts:
-            prefill.run.encode(prefill.slot, at, ids[at : at + count])
+            in_turns([prefill.run.encode(prefill.slot, at, ids[at : at + count])])
             at += count
         start = len(ids) - prefill.machine.spec.sliding_window
-        prefill.run.decode(prefill.slot, start, len(ids) - start, start)
+        in_turns([prefill.run.decode(prefill.slot, start, len(ids) - start, start)])
         found.append(prefill.state(len(ids)))
     assert found[0].keys() == found[1].keys()
     for name, held in found[0].items():
@@ -120,9 +120,9 @@ def test_what_others_run_between_a_prompts_rows_and_its_tail_changes_nothing(sma
     pages, spec, slots = prefill.machine.pages, prefill.machine.spec, (prefill.slot, prefill.machine.pages.open())
     pages.reserve(slots[1], len(ids))
     for slot in slots:
-        prefill.run.encode(slot, 0, ids)
+        in_turns([prefill.run.encode(slot, 0, ids)])
     for slot in reversed(slots):  # the first one's rows lie before both passes of the other
-        prefill.run.decode(slot, 2, len(ids) - 2, 2)
+        in_turns([prefill.run.decode(slot, 2, len(ids) - 2, 2)])
     layers = range(spec.decoder_start_layer, spec.num_hidden_layers + spec.num_nextn_predict_layers)
     for layer in layers:
         at, size = pages.ring_of(layer), pages.ring * pages.row_bytes

@@ -57,8 +57,8 @@ def folder(tmp_path_factory):
 def test_a_prompt_out_of_registered_memory_has_the_logits_that_it_had_when_it_was_computed(folder):
     plain = gpu_engine(folder, prefill="exact", draft=False)
     engine = Engine(plain.backend, plain.options, tier=SharedTier(plain.limits))
-    engine.backend._copies._registered.settle()
-    engine.backend._copies._staging = None
+    engine.backend._copies.first._registered.settle()
+    engine.backend._copies.first._staging = None
     logits, cached = [], []
     for name in "ab":
         trace = Trace(keep_logits=True)

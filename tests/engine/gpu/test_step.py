@@ -10,7 +10,6 @@ import pytest
 
 from dsuf import formats
 from dsuf.engine.gpu import step_walk
-from dsuf.engine.gpu.machine import Machine
 from dsuf.engine.gpu.prompt_rows import PromptRows
 from dsuf.engine.options import EngineOptions
 from dsuf.model.checkpoint import Checkpoint
@@ -18,6 +17,7 @@ from dsuf.model.reference.block import Stream
 from dsuf.model.reference.model import ReferenceModel
 from dsuf.model.synthetic import load_config, write_checkpoint
 from dsuf.ops.mixes import mixes_of
+from tests.engine.gpu.small import machine_on
 from tests.support.simt_device import SimtDevice
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden/tiny.json").read_text())
@@ -37,7 +37,7 @@ class Walked:
         self.ids, self.rows = ids, len(ids)
         self.device = device or SimtDevice()
         options = EngineOptions(folder, prefill="exact", max_context=128, max_sequences=2, cache_tokens=256)
-        self.machine = Machine.load(options, None, self.device, lambda what, share: None, graphs=False)
+        self.machine = machine_on(self.device, options)
         machine = self.machine
         slot = machine.pages.open()
         machine.pages.reserve(slot, 64)

@@ -8,7 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dsuf.engine.gpu.all_ranks import AllSteps
 from dsuf.engine.gpu.buffers import prompt_rows
+from dsuf.engine.gpu.ranks import Ranks
 from dsuf.engine.gpu.step_graph import Entry, StepGraphs, batch_table, bucket_of, splits
 from dsuf.kernels.slots import MOST_ROWS
 from tests.support.simt_device import SimtDevice
@@ -133,7 +135,7 @@ def test_a_bucket_is_captured_once_and_the_table_is_sent_when_it_changes():
 
 def test_what_usual_steps_run_is_captured_before_they_come():
     steps = recorded(SimtDevice())
-    steps.warm_up(8, drafts=True)
+    AllSteps([steps], Ranks([steps.device])).warm_up(8, drafts=True)
     known = list(steps.walked)
     for count in range(1, 9):
         batch = [Entry(slot, 6, drafts=True) for slot in range(count)]
@@ -146,5 +148,5 @@ def test_what_usual_steps_run_is_captured_before_they_come():
     steps.queue([Entry(0, 1, drafts=False)])  # a prompt's first token
     assert steps.walked == known
     few = recorded(SimtDevice())
-    few.warm_up(2, drafts=False)
+    AllSteps([few], Ranks([few.device])).warm_up(2, drafts=False)
     assert {bucket.rows for _, bucket in few.walked} == {1, 2}

@@ -15,7 +15,7 @@ from dsuf.engine.gpu.launches import width_of
 from dsuf.engine.gpu.machine import LOOKAHEAD, Machine, ledger_of
 from dsuf.engine.gpu.prefill_pass import PrefillPass
 from dsuf.engine.gpu.prompt_rows import PromptRows
-from dsuf.engine.gpu.ranks import ALONE, Rank, Ranks
+from dsuf.engine.gpu.ranks import ALONE, Rank, Ranks, in_turns
 from dsuf.engine.gpu.step_graph import Bucket
 from dsuf.engine.gpu.weights import Weights
 from dsuf.engine.options import EngineOptions
@@ -57,7 +57,7 @@ class Listener:
 def machine_of(spec: Spec, device: Listener, rank: Rank) -> Machine:
     """Everything but the weights' values."""
     options = EngineOptions(Path("none"), max_context=CONTEXT, max_sequences=2, cache_tokens=4 * CONTEXT)
-    ledger = ledger_of(options, spec, device, rank)
+    ledger = ledger_of(options, spec, device, rank, CONTEXT)
     share = {"rank": rank.index, "ranks": rank.count}
     classes = np.zeros(spec.vocab_size, np.int32)
     weights = Weights.allocate(device, spec, classes, positions=CONTEXT + LOOKAHEAD, **share)
@@ -73,9 +73,10 @@ def walk_everything(machine: Machine, device: Listener) -> None:
     chunk = PrefillPass(device, machine.model, machine.slots, ROWS, CONTEXT)
     rows = PromptRows(device, machine.model, machine.steps.rows, machine.slots)
     for run, most in ((chunk, 301), (rows, 48)):
-        run.exact(0, 0, np.zeros(most, np.int64), 0)
-        run.encode(0, 2048, np.zeros(most, np.int64))
-        run.decode(0, 2048, most, 2048)
+        ids = np.zeros(most, np.int64)
+        in_turns([run.exact(0, 0, ids, 0)])
+        in_turns([run.encode(0, 2048, ids)])
+        in_turns([run.decode(0, 2048, most, 2048)])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -8,7 +8,6 @@ import pytest
 from dsuf import formats
 from dsuf.engine.gpu import weight_fill, weight_plan, weights
 from dsuf.engine.gpu.engram_tables import place_on_device
-from dsuf.engine.gpu.machine import Machine
 from dsuf.engine.gpu.weight_load import Loader
 from dsuf.engine.options import EngineOptions
 from dsuf.errors import CheckpointError
@@ -19,7 +18,7 @@ from dsuf.model.checkpoint import Checkpoint
 from dsuf.model.inventory import parameters
 from dsuf.model.synthetic import load_config, write_checkpoint
 from dsuf.spec import Spec
-from tests.engine.gpu.small import small_config
+from tests.engine.gpu.small import machine_on, small_config
 from tests.support.simt_device import SimtDevice
 
 REAL, TINY = (Spec.load(CONFIGS / name) for name in ("v41-flash.json", "tiny.json"))
@@ -210,7 +209,7 @@ class TestFilling:
     def test_a_sparse_checkpoint_gets_them_when_it_is_loaded(self, tmp_path):
         write_checkpoint(small_config(), tmp_path / "sparse", sparse=True, seed=7)
         options, device = EngineOptions(tmp_path / "sparse", max_context=128, max_sequences=1), SimtDevice()
-        machine = Machine.load(options, None, device, lambda what, share: None, graphs=False)
+        machine = machine_on(device, options)
         part = next(p for p in machine.model.weights.parts if p.name == "experts_w2")
         assert device.download(machine.model.weights.address(part), part.nbytes).any()
 
