@@ -68,7 +68,7 @@ def memory_bytes() -> tuple[int, int]:
     return min(total, limit), min(available, max(limit - used, 0))
 
 
-MOST_GPUS = 1  # that one engine runs on
+MOST_GPUS = 8  # that one engine runs on
 DEVICE_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # one of them is there where a CUDA driver works
 
 
@@ -112,7 +112,7 @@ def choose_gpus(flag: str | None) -> tuple[int, ...]:
     """Devices to use for --gpus `flag`; () is the CPU backend.
 
     Raises DeviceError, with what was found, when more is asked for than there is or than the engine runs on: fewer are
-    never taken in silence. Without the flag: what is there and the engine runs on, else the CPU.
+    never taken in silence. Without the flag: the first that the engine runs on, else the CPU.
     """
     if flag is None:
         return _usable_gpus()
@@ -127,12 +127,12 @@ def choose_gpus(flag: str | None) -> tuple[int, ...]:
         raise DeviceError(f"--gpus {flag} is more than this machine has. Found: {names}. Use --gpus 0 for the CPU.")
     chosen = tuple(present[:wanted]) if isinstance(wanted, int) else wanted
     if len(chosen) > MOST_GPUS:
-        raise DeviceError(f"--gpus {flag}: the engine runs on {MOST_GPUS} GPU so far (found {names}). Name one.")
+        raise DeviceError(f"--gpus {flag}: an engine runs on {MOST_GPUS} GPUs at most (found {names}). Name fewer.")
     return chosen
 
 
 def _usable_gpus() -> tuple[int, ...]:
-    """GPUs that the engine runs on, as many as it can take; no driver is asked where no device file is."""
+    """The first GPU that the engine runs on; no driver is asked where no device file is."""
     if not any(path.exists() for path in DEVICE_FILES):
         return ()
     found = find_gpus()
@@ -140,4 +140,4 @@ def _usable_gpus() -> tuple[int, ...]:
     if 1000 * int(major) + 10 * int(minor) < OLDEST_DRIVER:
         return ()
     usable = [gpu.index for gpu in found.devices if gpu.sm in {f"sm_{a}{b}" for a, b in CHIPS}]
-    return tuple(usable[:MOST_GPUS])
+    return tuple(usable[:1])

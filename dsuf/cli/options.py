@@ -16,7 +16,7 @@ Ckpt = Annotated[
 ]
 Gpus = Annotated[
     str | None,
-    typer.Option("--gpus", help="A count (4), devices (0,1 or 3,), or 0 for the CPU. Default: what is there."),
+    typer.Option("--gpus", help="A count (4), devices (0,1 or 3,), or 0 for the CPU. Default: one, if there is any."),
 ]
 Numerics = Annotated[
     str | None,

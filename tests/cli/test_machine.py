@@ -56,11 +56,13 @@ def test_a_gpu_that_is_there_is_used(monkeypatch, flag):
     assert choose_gpus(flag) == (0,)
 
 
-def test_more_than_the_engine_runs_on_is_refused(monkeypatch):
-    two = Gpus((H200, Gpu(1, "NVIDIA H200", "sm_90", 150 * 10**9)), driver="13.0")
-    monkeypatch.setattr(machine, "find_gpus", lambda: two)
-    with pytest.raises(DeviceError, match="runs on 1 GPU so far"):
-        choose_gpus("2")
+def test_several_are_used_where_they_are_named_and_one_where_none_is(monkeypatch, tmp_path):
+    many = Gpus(tuple(Gpu(i, "NVIDIA H200", "sm_90", 150 * 10**9) for i in range(16)), driver="13.0")
+    monkeypatch.setattr(machine, "DEVICE_FILES", (tmp_path,))
+    monkeypatch.setattr(machine, "find_gpus", lambda: many)
+    assert choose_gpus("2") == (0, 1) and choose_gpus("3,1") == (3, 1) and choose_gpus(None) == (0,)
+    with pytest.raises(DeviceError, match="runs on 8 GPUs at most"):
+        choose_gpus("9")
 
 
 def test_a_machine_without_gpus_says_why(monkeypatch):
