@@ -32,15 +32,15 @@ class Costs:
     """What steps, passes and copies of one machine and checkpoint take.
 
     The defaults are one H200 with configs/h200x1.json: docs/results/h200-decode-rows*-1k.json (steps with drafting),
-    prefill-h200.json (passes of 4,096 rows at several positions, a tail), mix-h200.json (passes of 256 rows) and
+    prefill-h200.json (passes of 4,096 rows at several positions), mix-h200.json (passes of fewer rows, a tail) and
     snapshots-h200.json (the link).
     """
 
     steps: tuple[tuple[int, float], ...] = ((1, 5.06e-3), (6, 10.06e-3), (12, 15.7e-3), (24, 24.6e-3), (48, 36.5e-3))
-    pass_fixed_s: float = 50.2e-3
-    row_s: float = 30.8e-6
+    pass_fixed_s: float = 56e-3
+    row_s: float = 29.3e-6
     row_context_s: float = 34e-12  # a row and position before it: attention, index scores
-    tail_s: float = 57e-3  # the decoder on the last window of a prompt, and at resume points
+    tail_s: float = 31e-3  # the decoder on the last window of a prompt, and at resume points
     snapshot_bytes: float = 2.9e6
     page_bytes: float = 113_920
     link_bytes_per_s: float = 50e9

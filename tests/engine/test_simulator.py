@@ -72,9 +72,10 @@ def test_the_costs_are_those_that_were_measured():
     for start in (0, 4096, 126_976, 524_288, 1_044_480):
         us = prefill[f"chunk_of_4096_at_{start}_us_a_token"]
         assert COSTS.pass_s(4096, start) * 1e6 == pytest.approx(4096 * us, rel=0.05)
-    assert COSTS.tail_s * 1e3 == pytest.approx(prefill["tail_of_127_rows_at_131072_ms_first_time"], rel=0.01)
-    mix = result("mix-h200")  # a step and a pass of 256 rows
-    assert COSTS.pass_s(256, 16_000) * 1e3 == pytest.approx(mix["p50_mixed_gap_ms"] - mix["p50_alone_gap_ms"], rel=0.02)
+    mix = result("mix-h200")
+    assert COSTS.tail_s * 1e3 == pytest.approx(mix["learnt_tail_ms"], rel=0.02)
+    for rows, start in ((256, 0), (1024, 256), (4096, 1280)):
+        assert COSTS.pass_s(rows, start) * 1e3 == pytest.approx(mix[f"pass_of_{rows}_rows_ms"], rel=0.02)
 
 
 class TestRunningStreams:
@@ -138,7 +139,7 @@ def test_the_recipe_keeps_gaps_within_three_steps_and_a_chunk(budget_s):
     print(f"chunks of {budget_s * 1e3:.0f} ms: gap p50/p99 {percentile(gaps, 0.5) * 1e3:.0f}/", end="")
     print(f"{percentile(gaps, 0.99) * 1e3:.0f} ms, short prompts {percentile(firsts, 0.5) * 1e3:.0f}/", end="")
     print(f"{percentile(firsts, 0.99) * 1e3:.0f} ms, {rows:,.0f} prompt rows/s")
-    assert rows >= {0.08: 7000, BUDGET_S: 11_000, 0.2: 13_500}[budget_s]
+    assert rows >= {0.08: 6400, BUDGET_S: 11_000, 0.2: 14_500}[budget_s]
 
 
 class Unkind(Costs):
