@@ -90,6 +90,9 @@ class SimtDevice:
     def make_current(self) -> None:
         pass
 
+    def see(self, other: SimtDevice) -> None:
+        """All memory is the host's."""
+
     # ---- memory
 
     def allocate(self, nbytes: int, what: str) -> int:

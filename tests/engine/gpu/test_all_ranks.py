@@ -4,16 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from dsuf.engine.gpu.all_ranks import AllCopies, AllPages, AllSteps
+from dsuf.engine.gpu.copies import Copies
+from dsuf.engine.gpu.pages import Pages
+from dsuf.engine.gpu.ranks import Ranks, in_turns
 from dsuf.engine.messages import Request, Sampling
 from dsuf.engine.sequence import Trace
+from dsuf.errors import DeviceError
+from dsuf.kernels.catalogue import CONFIGS
+from dsuf.kernels.engram import HISTORY
+from dsuf.kernels.slots import HEADER_BYTES, RING_BYTES
+from dsuf.layout import SnapshotLayout
+from dsuf.spec import Spec
 from tests.support.in_turns import four_groups, written
 from tests.support.rank_engine import assert_same_text, engine_in_turns, stop_and_resume
 from tests.support.simt_device import SimtDevice
 
+TINY = Spec.load(CONFIGS / "tiny.json")
 GREEDY = Sampling(temperature=0)
 PROMPT = np.random.default_rng(3).integers(3, 250, 5).tolist()
 ROOM = {"max_context": 256, "max_sequences": 2, "cache_tokens": 512, "prefill_chunk": 4, "prefill": "exact"}
@@ -44,3 +58,93 @@ def test_two_ranks_say_what_one_says_and_go_on_as_if_they_had_stayed(folder: Pat
     assert resumed and len(sequence.emitted) == 3
     assert_same_text(sequence.emitted, alone.emitted, trace)
     assert two.backend._pages.free == two.backend._pages.count
+
+
+# ---- the same pages, copies and results on all
+
+
+@pytest.fixture
+def pages():
+    """Of two ranks, each on a device of its own."""
+    every = [Pages(SimtDevice(index=i), TINY, slots=3, count=12, most_pages=8) for i in range(2)]
+    ranks = Ranks([one.device for one in every])
+    copies = AllCopies([Copies(one) for one in every])
+    return every, AllPages(every, ranks, copies.others), copies
+
+
+def tables(pages):
+    return pages.device.download(pages.table, 4 * pages.slots * pages.most_pages).view(np.uint32).tolist()
+
+
+@given(st.lists(st.tuples(st.sampled_from(["reserve", "open", "release"]), st.integers(1, 500)), max_size=12))
+@settings(max_examples=20, deadline=None)
+def test_pages_have_the_same_numbers_on_all_ranks(does):
+    every = [Pages(SimtDevice(index=i), TINY, slots=3, count=12, most_pages=8) for i in range(2)]
+    both, held = AllPages(every, Ranks([one.device for one in every])), []
+    for do, tokens in does:
+        if do == "open" and len(held) < 3:
+            held.append(both.open())
+        elif do == "reserve" and held and both.free >= 4:
+            both.reserve(held[-1], tokens)
+        elif do == "release" and held:
+            both.release(held.pop(0))
+    for slot in held:
+        assert every[0].pages_of(slot) == every[1].pages_of(slot)
+    assert tables(every[0]) == tables(every[1])
+    for slot in held:
+        both.release(slot)
+    assert both.free == 12
+
+
+def test_what_the_first_rank_saves_is_restored_on_all(pages):
+    every, both, copies = pages
+    slot, rng = both.open(), np.random.default_rng(0)
+    both.reserve(slot, 300)
+    first = every[0]
+    for page in first.pages_of(slot):
+        address = first.pool + page * first.page_bytes
+        first.device.upload(address, rng.integers(0, 255, first.page_bytes, np.uint8))
+    first.device.upload(first.windows, rng.integers(0, 100, first.slots * first.window_pitch, np.uint8))
+    first.device.upload(first.history, rng.integers(0, 100, (first.slots, HISTORY), np.int32))
+    kept = [bytearray(first.page_bytes) for _ in range(3)]
+    state = [bytearray(SnapshotLayout.of(TINY).snapshot_bytes)]
+    assert copies.snapshot(slot, 300, 0, dict(enumerate(kept)), state) == 1
+    both.release(slot)
+    slot = both.open()
+    both.reserve(slot, 300)
+    number, start = copies.restore(slot, 300, kept, state)
+    assert (number, start) == (2, 0) and copies.land(slot) and copies.progress() == 2
+    for i in range(3):
+        found = [one.device.download(one.address(slot, i), one.page_bytes) for one in every]
+        assert np.array_equal(*found) and bytes(found[0]) == bytes(kept[i])
+    again = [bytearray(len(state[0]))], [bytearray(first.page_bytes) for _ in range(3)]
+    second = Copies(every[1])
+    second.finish(second.snapshot(slot, 300, 0, dict(enumerate(again[1])), again[0]))
+    assert again == (state, kept)
+
+
+def test_a_step_has_ended_when_all_ranks_say_the_same():
+    def rank(entries):
+        return SimpleNamespace(entry=entries.get, masks=None)
+
+    entry = np.zeros(RING_BYTES, np.uint8)
+    other = entry.copy()
+    entry[4] = other[4] = 1  # one record
+    other[HEADER_BYTES] = 9
+    ranks = SimpleNamespace(check=lambda: None)
+    steps = AllSteps([rank({1: entry, 2: entry, 3: entry}), rank({1: entry.copy(), 3: other})], ranks)
+    assert len(steps.result(1)) == 1 and steps.result(2) is None
+    with pytest.raises(DeviceError, match="rank 1 has another result than rank 0 in step 3"):
+        steps.result(3)
+
+
+def test_launches_of_all_ranks_are_queued_a_layer_at_a_time():
+    said = []
+
+    def walk(name, count):
+        for layer in range(count):
+            said.append((name, layer))
+            yield
+
+    in_turns([walk("a", 2), walk("b", 3)])
+    assert said == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("b", 2)]
