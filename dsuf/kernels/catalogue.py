@@ -23,7 +23,7 @@ from dsuf.spec import Spec
 
 MODULES = (
     "engram", "project", "experts", "route", "mixes", "latents", "queries", "compress", "attend", "index", "select",
-    "ceiling", "rows_q8", "state", "fill", "pack_device", "inject", "rows", "sample", "markov",
+    "ceiling", "rows_q8", "state", "moves", "fill", "pack_device", "inject", "rows", "sample", "markov",
     "chunk_attend", "chunk_index", "chunk_select", "chunk_seam", "chunk_rows", "chunk_route", "accept", "taps",
     "logprobs", "reduce", "product_rows", "dense", "plan", "grouped",
 )  # fmt: skip

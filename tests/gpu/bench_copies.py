@@ -5,9 +5,9 @@
 
     link    page-locked copies, GB/s each way: what the shares in the other sections are of
     copies  snapshots and restores of 10 K, 100 K and 1 M tokens over registered memory, byte for byte: pages side by
-            side or scattered, scattered ones as a batch or one by one; the same through staging
-    beside  a decode step of h200x1 alone, beside copies that never stop, in runs of several lengths, and while memory
-            is registered
+            side or scattered, as the engine copies them or as batches of copies or one by one; the same through staging
+    beside  a decode step of h200x1 alone, beside copies that never stop, in runs of several lengths or by a kernel, and
+            while memory is registered
 
 Needs numpy, ml_dtypes, cuda-core and cuda-bindings. The exit code is the number of sections that failed or found wrong
 bytes.
@@ -36,6 +36,7 @@ from dsuf.engine.gpu.backend import GpuBackend
 from dsuf.engine.gpu.copies import Copies
 from dsuf.engine.gpu.device import Device
 from dsuf.engine.gpu.measure import StepRun
+from dsuf.engine.gpu.mover import MOVED
 from dsuf.engine.gpu.pages import Pages
 from dsuf.engine.gpu.staging import flat
 from dsuf.engine.options import EngineOptions
@@ -56,6 +57,10 @@ REPEATS = 15
 STEPS, CONTEXT = 60, 32_768
 COPIED = 1_000_000  # tokens of each copy beside steps, which is longer than a step
 CUTS = (256 << 10, 2 * MIB, 64 * MIB)
+WAYS = (  # name, whether pages are scattered, how many at most a kernel moves, whether the others are batches
+    ("side by side", False, MOVED, True), ("scattered", True, MOVED, True), ("scattered, batches", True, 0, True),
+    ("scattered, one by one", True, 0, False),
+)  # fmt: skip
 WAIT_S = 60.0
 
 
@@ -79,7 +84,8 @@ class Arena:
         if scattered:
             np.random.default_rng(tokens).shuffle(slots)
         begin = first * self.page
-        state = [self.view[begin : begin + 1000], self.view[begin + 1000 : begin + self.parts * self.page]]
+        cut = begin + self.parts // 2 * self.page
+        state = [self.view[begin:cut], self.view[cut : begin + self.parts * self.page]]
         return SharedPages(self.view, self.page, slots), state
 
     def fill(self, tokens: int, pages: SharedPages, state: list[memoryview]) -> None:
@@ -96,7 +102,8 @@ class Arena:
         raw[layout.windows_bytes : layout.history_offset] = 0
         raw[layout.history_offset + 4 * layout.history_ids : layout.decoder_start_offset] = 0
         raw[layout.decoder_start_offset :].view("<i8")[0] = max(0, tokens - 128)
-        state[0][:], state[1][: raw.size - 1000] = raw[:1000].tobytes(), raw[1000:].tobytes()
+        cut = len(state[0])
+        state[0][:], state[1][: raw.size - cut] = raw[:cut].tobytes(), raw[cut:].tobytes()
 
 
 def link(device: Device) -> Result:
@@ -115,13 +122,12 @@ def copies(device: Device) -> Result:
     if not whole:
         out["wrong"].append("not all was registered")
     for tokens in LENGTHS:
-        for scattered, batches in ((False, True), (True, True), (True, False)):
-            device._batches = batches
-            name = ("scattered" if scattered else "side by side") + ("" if batches or not scattered else ", no batch")
+        for name, scattered, moved, batches in WAYS:
+            device._batches, moves._mover.most = batches, moved
             out[f"{tokens}, {name}"] = _there_and_back(moves, arena, tokens, rates, scattered=scattered)
-            if scattered and batches and not device._batches:
+            if batches and not device._batches:
                 out["wrong"].append("the driver knows no batches")
-    device._batches = True
+    device._batches, moves._mover.most = True, MOVED
     out[f"{LENGTHS[1]}, staged"] = _staged(moves, arena, LENGTHS[1], rates)
     out["wrong"] += [name for name, one in out.items() if isinstance(one, dict) and one.pop("wrong")]
     moves.close()
@@ -207,19 +213,21 @@ def beside(device: Device) -> Result:
     backend = GpuBackend(options, None, [device], synthetic=CONFIG)
     backend.load(lambda what, share: None)
     run = StepRun(backend, batch=1, context=CONTEXT, budget=1 << 20, draft=True, verify=None)
-    moves, busy = backend._copies, Busy(backend)
+    moves, busy = backend._copies.first, Busy(backend, COPIED)
     run.steps(STEPS)
     alone = _steps(run)
     out: Result = {"alone": alone, "alone again": _steps(run)}
     for cut in CUTS:
+        moves._cut = cut
         for name, call in (("snapshots", busy.save), ("restores", busy.load)):
-            moves._cut, before, begun = cut, moves.pages.copies, time.perf_counter()
-            with _between(backend, call):
-                found = _steps(run)
-            busy.end()
-            spent = time.perf_counter() - begun
-            found["gb_per_s"] = (moves.pages.copies - before) * busy.nbytes / spent / 1e9
-            out[f"{name}, runs of {cut >> 10} KiB"] = found
+            out[f"{name}, runs of {cut >> 10} KiB"] = _beside(run, backend, busy, call)
+    busy.close()
+    busy = Busy(backend, LENGTHS[1])
+    for way, kernel in (("copies", False), ("a kernel", True)):
+        moves._streams = lambda kernel=kernel: not kernel
+        for name, call in (("snapshots", busy.save), ("restores", busy.load)):
+            out[f"{name} of {LENGTHS[1]} tokens by {way}"] = _beside(run, backend, busy, call)
+    busy.close()
     new = Arena(COPIED)
     registered = moves.share(new.view)
     out["registering"] = _steps(run) | {"registered_gib": (registered.end - registered.begin) / 2**30}
@@ -231,35 +239,50 @@ def beside(device: Device) -> Result:
     return out
 
 
-class Busy:
-    """Two copies of COPIED tokens under way at any time, of slots that no step uses."""
+def _beside(run: StepRun, backend: GpuBackend, busy: Busy, call: Callable[[], None]) -> Result:
+    """Steps while `call` keeps copies under way, and how fast those were."""
+    before, begun = busy.moves.pages.copies, time.perf_counter()
+    with _between(backend, call):
+        found = _steps(run)
+    busy.end()
+    spent = time.perf_counter() - begun
+    return found | {"gb_per_s": (busy.moves.pages.copies - before) * busy.nbytes / spent / 1e9}
 
-    def __init__(self, backend: GpuBackend) -> None:
-        self.moves, self.arena = backend._copies, Arena(COPIED)
+
+class Busy:
+    """Two copies of so many tokens under way whenever the engine looks, of slots that no step uses."""
+
+    def __init__(self, backend: GpuBackend, tokens: int) -> None:
+        self.moves, self.arena, self.tokens = backend._copies.first, Arena(tokens), tokens
         self.moves.share(self.arena.view).settle(WAIT_S)
-        self.slots = [_slot(backend._pages, COPIED, scattered=False) for _ in range(2)]
-        self.kept, self.state = self.arena.lent(COPIED, 0, scattered=False)
-        got, self.back = self.arena.lent(COPIED, 1, scattered=False)
+        self.slots = [_slot(self.moves.pages, tokens, scattered=False) for _ in range(2)]
+        self.kept, self.state = self.arena.lent(tokens, 0, scattered=False)
+        got, self.back = self.arena.lent(tokens, 1, scattered=False)
         self.wanted = NumberedPages(np.arange(len(got)), got)
-        self.arena.fill(COPIED, self.kept, self.state)
+        self.arena.fill(tokens, self.kept, self.state)
         self.nbytes = len(got) * self.arena.page + self.arena.state_bytes
 
     def save(self) -> None:
         """Called in every turn."""
         for _ in range(2 - len(self.moves._jobs)):
-            self.moves.snapshot(self.slots[0], COPIED, COPIED - 128, self.wanted, self.back)
+            self.moves.snapshot(self.slots[0], self.tokens, self.tokens - 128, self.wanted, self.back)
 
     def load(self) -> None:
         """Called in every turn."""
         for slot in self.slots:
             if self.moves.land(slot, wait=False):
-                self.moves.restore(slot, COPIED, self.kept, self.state)
+                self.moves.restore(slot, self.tokens, self.kept, self.state)
 
     def end(self) -> None:
         """Until none is under way."""
         for slot in self.slots:
             self.moves.land(slot)
         self.moves.finish(self.moves.pages.copies)
+
+    def close(self) -> None:
+        """Give the slots back."""
+        for slot in self.slots:
+            self.moves.pages.release(slot)
 
 
 def _steps(run: StepRun) -> Result:

@@ -24,7 +24,7 @@ from dsuf.engine.backend import Emitted, Limits, Progress, StepCounts
 from dsuf.engine.gpu import machines
 from dsuf.engine.gpu.all_ranks import AllCopies, AllPages, AllSteps
 from dsuf.engine.gpu.copies import Copies
-from dsuf.engine.gpu.held import Held, Pass, admission, step_record
+from dsuf.engine.gpu.held import Held, Pass, admission, step_record, streams
 from dsuf.engine.gpu.machine import Machine, total
 from dsuf.engine.gpu.prefilling import Prefilling
 from dsuf.engine.gpu.ranks import Ranks
@@ -89,7 +89,7 @@ class GpuBackend:
         self.checkpoint = self._machine.checkpoint
         self.host_tables = self._machine.model.weights.host_tables
         self._graph = self.all_steps = AllSteps([machine.steps for machine in self.machines], ranks)
-        self._copies = AllCopies([Copies(machine.pages) for machine in self.machines])
+        self._copies = AllCopies([Copies(one.pages, lambda: streams(self._held)) for one in self.machines])
         self._pages = AllPages([machine.pages for machine in self.machines], ranks, self._copies.others)
         self._prefilling = Prefilling(self.machines, self._options)
 
@@ -139,7 +139,7 @@ class GpuBackend:
 
     def prefill(self, sequence: Sequence, rows: int, budget_s: float) -> bool:
         held = self._held.get(sequence.id) or self._open(sequence)
-        if not self._copies.land(held.slot, wait=not any(other.decodes for other in self._held.values())):
+        if not self._copies.land(held.slot, wait=not streams(self._held)):
             return False  # its bytes are on their way; streams go on meanwhile
         self._collect(wait=0)
         end, now = sequence.prefilled + rows, self._clock()
@@ -162,8 +162,7 @@ class GpuBackend:
 
     def _next(self, held: Held, end: int, seconds: float) -> Piece:
         """What the prompt goes on with, in one piece if no stream waits for it."""
-        waited_for = any(other.decodes for other in self._held.values())
-        return self._prefilling.next(held, end - held.sequence.prefilled, seconds if waited_for else math.inf)
+        return self._prefilling.next(held, end - held.sequence.prefilled, seconds if streams(self._held) else math.inf)
 
     def _open(self, sequence: Sequence) -> Held:
         self._generation += 1

@@ -3,7 +3,7 @@
 A snapshot is taken in the order of the main stream, at a step boundary: one kernel gathers windows and history, and the
 pages that a rewind could still touch are copied, into one of a few places on the device. From there, and from pages
 that no step writes any more, a side stream copies to the buffers themselves where these lie in registered memory (the
-arena of the cache tier, registered.py), else through staging.
+arena of the cache tier, registered.py), else through staging. While no stream runs, a kernel does so (mover.py).
 
 A restore copies pages and the snapshot's bytes on the other side stream, beside steps of other sequences. `land` puts
 the windows in their place and must come before anything reads the slot: the main stream waits there for the bytes.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,10 +21,11 @@ import numpy as np
 
 from dsuf.engine.backend import MOST_REWOUND
 from dsuf.engine.gpu.device import IN, OUT
+from dsuf.engine.gpu.mover import MOVED, Mover
 from dsuf.engine.gpu.pages import Pages
 from dsuf.engine.gpu.registered import PIECE, Registered
 from dsuf.engine.gpu.staging import StagedSave, Staging, flat, hand_over, spread
-from dsuf.engine.gpu.transfer import CUT, Runs, Transfer
+from dsuf.engine.gpu.transfer import CUT, Launch, Runs, Transfer
 from dsuf.engine.shared import NumberedPages, SharedPages, address_of
 from dsuf.engine.tier import Buffer
 from dsuf.errors import UsageError
@@ -72,9 +73,21 @@ class _Landing:
 class Copies:
     """Copies of one device's pages; `number`s ascend by one a copy."""
 
-    def __init__(self, pages: Pages, *, cut: int = CUT, piece: int = PIECE) -> None:
-        """`piece`, a multiple of `cut`: memory that is registered at a time; `cut`: no run of bytes passes one."""
-        self._cut, self._piece = cut, piece
+    def __init__(
+        self,
+        pages: Pages,
+        streams: Callable[[], bool] = lambda: False,
+        *,
+        cut: int = CUT,
+        piece: int = PIECE,
+        moved: int = MOVED,
+    ) -> None:
+        """`piece`, a multiple of `cut`: memory that is registered at a time; `cut`: no run of bytes passes one.
+
+        `moved`: pieces at most that a kernel moves, and none while there are `streams`: it takes processors from their
+        steps (9 % at 100 K tokens every other step, where copies take 1 to 5).
+        """
+        self._cut, self._piece, self._streams = cut, piece, streams
         self.pages, self.device, self.spec = pages, pages.device, pages.spec
         self.layout = SnapshotLayout.of(self.spec)
         self._pages_at = -(-self.layout.snapshot_bytes // 256) * 256
@@ -84,6 +97,7 @@ class Copies:
             self.device.zero(place, staged_bytes)  # padding, which nobody writes
         ready = self.device.record()  # the pool is cleared too
         self._arrivals = deque((self.device.allocate(self._pages_at, "workspace"), ready) for _ in range(LANDINGS))
+        self._mover = Mover(self.device, pages.page_bytes, self.layout.snapshot_bytes, moved)
         self._staging = Staging(self.device, staged_bytes, pages.page_bytes)
         self._registered: Registered | None = None
         self._jobs: list[Transfer | StagedSave | _Loaded] = []
@@ -176,10 +190,13 @@ class Copies:
 
     def _out_runs(
         self, place: int, state: Sequence[Buffer], sources: np.ndarray, recent: np.ndarray, targets: np.ndarray
-    ) -> Iterator[Runs]:
+    ) -> Iterator[Runs | Launch]:
         """A snapshot's state and latest pages, whose place is to be used again, then the others."""
-        latest = zip(targets[recent].tolist(), sources[recent].tolist(), strict=True)
         first = [(there, here, count) for here, there, count in self._state_runs(place, state)]
+        if not self._streams() and self._mover.takes(first, len(targets)):
+            yield Launch(functools.partial(self._mover.move, first, targets, sources))
+            return
+        latest = zip(targets[recent].tolist(), sources[recent].tolist(), strict=True)
         first += [(to, of, self.pages.page_bytes) for to, of in latest]
         yield Runs.few(first, "targets", self._registered.begin, self._cut)
         yield from self._page_runs(targets[~recent], sources[~recent], "targets")
@@ -274,9 +291,15 @@ class Copies:
         self._jobs.append(job)
         return number, decoder_start
 
-    def _in_runs(self, place: int, state: Sequence[Buffer], targets: np.ndarray, sources: np.ndarray) -> Iterator[Runs]:
+    def _in_runs(
+        self, place: int, state: Sequence[Buffer], targets: np.ndarray, sources: np.ndarray
+    ) -> Iterator[Runs | Launch]:
         """A snapshot's state, then the pages."""
-        yield Runs.few(self._state_runs(place, state), "sources", self._registered.begin, self._cut)
+        first = [(here, there, count) for here, there, count in self._state_runs(place, state)]
+        if not self._streams() and self._mover.takes(first, len(targets)):
+            yield Launch(functools.partial(self._mover.move, first, targets, sources))
+            return
+        yield Runs.few(first, "sources", self._registered.begin, self._cut)
         yield from self._page_runs(targets, sources, "sources")
 
     def land(self, slot: int, *, wait: bool = True) -> bool:

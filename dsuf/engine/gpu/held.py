@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,11 @@ class Pass:
     rows: tuple[int, ...]  # first row of each
     event: Marks
     first: bool  # it gives a prompt's first token: no decode step
+
+
+def streams(held: Mapping[str, Held]) -> bool:
+    """Whether anybody decodes."""
+    return any(one.decodes for one in held.values())
 
 
 def step_record(record: Record) -> StepRecord:

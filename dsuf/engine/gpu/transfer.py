@@ -69,8 +69,26 @@ class Runs:
         inside = begin - at[run]
         return Runs(self.targets[run] + inside, self.sources[run] + inside, end - begin)
 
+    def send(self, device: Device, first: int, count: int) -> None:
+        """Queue so many of them on the current stream."""
+        part = slice(first, first + count)
+        device.copy_many(self.targets[part], self.sources[part], self.sizes[part])
+
     def __len__(self) -> int:
         return len(self.sizes)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A part that is one kernel: `queue` queues it on the current stream."""
+
+    queue: Callable[[], None]
+
+    def send(self, device: Device, first: int, count: int) -> None:
+        self.queue()
+
+    def __len__(self) -> int:
+        return 1
 
 
 class Transfer:
@@ -85,7 +103,7 @@ class Transfer:
         number: int,
         device: Device,
         side: int,
-        parts: Iterator[Runs],
+        parts: Iterator[Runs | Launch],
         kept: object,
         finish: Callable[[], None] | None = None,
     ) -> None:
@@ -137,9 +155,8 @@ class Transfer:
 
     def _send(self) -> Event:
         count = min(BATCH, max(FIRST, self._queued), len(self._runs) - self._sent)
-        part = slice(self._sent, self._sent + count)
         with self._device.beside(self._side):
-            self._device.copy_many(self._runs.targets[part], self._runs.sources[part], self._runs.sizes[part])
+            self._runs.send(self._device, self._sent, count)
             self.last = self._device.record()
         self._sent, self._queued = self._sent + count, self._queued + count
         self._under_way.append((self.last, count))

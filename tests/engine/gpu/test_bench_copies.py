@@ -16,7 +16,7 @@ def test_snapshots_and_restores_of_every_layout_are_right(monkeypatch):
     device = SimtDevice()
     found = bench_copies.copies(device)
     assert found.pop("wrong") == [] and found.pop("register_s_per_gib") > 0
-    assert len(found) == 2 * 3 + 1
+    assert len(found) == 2 * 4 + 1
     for one in found.values():
         assert min(one["snapshot_of_link"], one["restore_of_link"], one["queue_us"]) > 0
         seconds = one["snapshot_ms"] / 1e3

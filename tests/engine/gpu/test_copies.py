@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsuf.engine.gpu.copies import LANDINGS, PLACES, Copies
+from dsuf.engine.gpu.mover import MOVED, TABLES, Mover
 from dsuf.engine.gpu.pages import Pages
 from dsuf.engine.gpu.staging import spread
 from dsuf.engine.gpu.transfer import BATCH, FIRST, MOST, Runs, Transfer
@@ -84,9 +85,10 @@ def device():
     return SimtDevice()
 
 
-@pytest.fixture
-def copies(device):
-    made = Copies(Pages(device, TINY, slots=8, count=40, most_pages=8), cut=CUT, piece=PIECE)
+@pytest.fixture(params=[0, MOVED], ids=["copied", "moved"])
+def copies(device, request):
+    pages = Pages(device, TINY, slots=8, count=40, most_pages=8)
+    made = Copies(pages, cut=CUT, piece=PIECE, moved=request.param)
     yield made
     made.close()
 
@@ -297,6 +299,39 @@ class TestTurns:
         assert copies.progress() == number
         copies.snapshot(slot, 300, start, none, arena.state(20, 1))
         assert copies.progress() == number + 1
+
+    def test_addresses_are_kept_until_the_kernel_has_read_them(self):
+        device = LateDevice()
+        mover, here = Mover(device, PAGE, STATE), device.allocate(2 * PAGE, "pages")
+        device.zero(here, 2 * PAGE)
+        first, second, before = np.array([here]), np.array([here + PAGE]), device.recorded
+        for _ in range(TABLES):
+            mover.move([], first, second)
+        assert device.ended <= before
+        mover.move([], first, second)
+        assert device.ended == before + 1
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_kernel_takes_no_processors_from_streams(device, cached, streams):
+    copies = Copies(Pages(device, TINY, slots=2, count=10, most_pages=8), lambda: streams, cut=CUT, piece=PIECE)
+    _, pages, state = shared_prefix(copies, cached)
+    slot, number, start = restored(copies, 300, pages, state)
+    copies.finish(number)
+    copies.finish(copies.snapshot(slot, 300, start, NumberedPages(np.arange(3), pages), state))
+    assert device.log["pieces.move"] == (0 if streams else 2)
+    copies.close()
+
+
+def test_a_kernel_takes_only_what_is_soon_over_and_made_of_whole_words():
+    mover = Mover(SimtDevice(), PAGE, STATE, most=5)
+    words = [(1 << 20, 1 << 30, 7936)]
+    assert mover.takes(words, 3) and not mover.takes(words, 4)
+    for at in range(3):
+        for wrong in (1, 8):
+            part = [1 << 20, 1 << 30, 7936]
+            part[at] += wrong
+            assert not mover.takes([tuple(part)], 1)
 
 
 class TestTransfer:
