@@ -33,7 +33,7 @@ class Costs:
 
     The defaults are one H200 with configs/h200x1.json: docs/results/h200-decode-rows*-1k.json (steps with drafting),
     prefill-h200.json (passes of 4,096 rows at several positions), mix-h200.json (passes of fewer rows, a tail) and
-    snapshots-h200.json (the link).
+    copies-h200.json (the link).
     """
 
     steps: tuple[tuple[int, float], ...] = ((1, 5.06e-3), (6, 10.06e-3), (12, 15.7e-3), (24, 24.6e-3), (48, 36.5e-3))
