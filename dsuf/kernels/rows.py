@@ -7,10 +7,9 @@
     set      the host's word: rewind a sequence, or release it
 
 The confident prefix is the longest over which the product of sigmoid(confidence) is at least the threshold. Layouts of
-slots, batch, tables and counters are in slots.py. drafts int32 and confidence float32 [MOST_ROWS] by draft row; limit
-int32 [MOST_ROWS] (address 0: none) rows that a constraint leaves an entry. `rows` is the capacity of the bucket: an
-entry that reaches past it is left out. Reference: dsuf.engine.choose.drafts_to_judge, ops.accept.verify_length.
-A thread an entry; launches decide the time.
+slots, batch, tables and counters are in slots.py. drafts int32 and confidence float32 [MOST_ROWS] by draft row. `rows`
+is the capacity of the bucket: an entry that reaches past it is left out. Reference: dsuf.engine.choose.drafts_to_judge,
+ops.accept.verify_length. A thread an entry; launches decide the time.
 """
 
 from __future__ import annotations
@@ -144,8 +143,8 @@ def make_verify() -> Kernel:
 
     @kernel(threads=THREADS, shared=16, name="rows_verify")
     def verify(
-        slots: s64, batch: s64, count: s32, draft_table: s64, drafts: s64, confidence: s64, limit: s64, table: s64,
-        counters: s64, rows: s32, window: s32,
+        slots: s64, batch: s64, count: s32, draft_table: s64, drafts: s64, confidence: s64, table: s64, counters: s64,
+        rows: s32, window: s32,
     ) -> None:  # fmt: skip
         tid = int32(thread_index())
         sm = shared_base()
@@ -180,10 +179,6 @@ def make_verify() -> Kernel:
                                 judged = int32(judged + (1 if sure else 0))
                     judged = int32(min(min(judged, left), most - 1))
                     live = int32(min(min(judged + 1, left), most))
-                    if limit != 0:
-                        allowed = int32(ldg_u32(limit + int64(tid) * 4))
-                        judged = int32(min(judged, allowed))
-                        live = int32(min(live, allowed))
                     place = word(own, S_POSITION)
                     decoder = word(own, S_DECODER_START)
                     for i in range(live):

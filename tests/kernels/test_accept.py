@@ -81,19 +81,12 @@ class Step:
         self.confidence = rng.standard_normal(slots.MOST_ROWS).astype(np.float32)
         self.counters, self.ring = np.zeros(16, np.uint32), np.zeros((RING, slots.RING_BYTES), np.uint8)
         self.drafts = np.full(slots.MOST_ROWS, -5, np.int32)
-        self.limit, self.mask = np.full(slots.MOST_ROWS, 6, np.int32), np.zeros((6 * count, 5), np.uint32)
+        self.mask = np.zeros((6 * count, 5), np.uint32)
         for i, m in enumerate(members):
             if m.allowed is not None:
                 bits = np.zeros((6, 160), np.uint8)
                 bits[:, :VOCABULARY] = m.allowed
                 self.mask[6 * i : 6 * i + 6] = np.packbits(bits, axis=1, bitorder="little").view(np.uint32)
-
-    def limit_of(self, member: Member, drafted: list[int]) -> int:
-        """Rows up to the first draft that the constraint forbids."""
-        for i, draft in enumerate(drafted):
-            if member.allowed is not None and not member.allowed[i, draft]:
-                return i + 1
-        return len(drafted) + 1
 
     def run(self, kernels, count: int | None = None) -> list[slots.Record]:
         choose, judge = kernels
@@ -109,8 +102,7 @@ class Step:
                 for ahead in range(max(0, min(5, m.min_tokens - m.emitted))):
                     barred[ahead, list(m.eos)] = -np.inf
                 self.drafts[5 * i : 5 * i + 5] = np.argmax(barred, axis=1)
-            self.limit[i] = self.limit_of(m, self.drafts[5 * i : 5 * i + 5].tolist())
-        verify = [draft_table, self.drafts, self.confidence, self.limit, table, self.counters, 48, 12]
+        verify = [draft_table, self.drafts, self.confidence, table, self.counters, 48, 12]
         execute(rows.make_verify(), [self.state, self.batch, count, *verify])
         self.table, self.records = table, records
         common = [self.logits, table, self.state, self.mask, records, 0, VOCABULARY, 0, 1, -1]
@@ -143,8 +135,8 @@ def check(step: Step, found: list[slots.Record]) -> list[int]:
     for i, member in enumerate(step.members):
         record = found[i]
         sequence, drafted, accepted, kept, reason = step.expected(i, record.rows, record.judged)
-        assert record.judged == min(member.verify, step.limit[i], sequence.budget_left)
-        assert record.rows == min(record.judged + 1, sequence.budget_left, step.limit[i])
+        assert record.judged == min(member.verify, sequence.budget_left)
+        assert record.rows == min(record.judged + 1, sequence.budget_left)
         assert record.drafted == drafted, i
         assert (record.accepted, record.emitted) == (accepted, kept), i
         assert record.reason == REASONS[reason] and record.slot == i and record.generation == 40 + i

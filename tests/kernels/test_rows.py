@@ -33,9 +33,9 @@ def draft_table(state: np.ndarray, entries: np.ndarray, capacity: int) -> np.nda
     return table
 
 
-def verify_table(state, entries, drafted, drafts, confidence, capacity, limit=0):
+def verify_table(state, entries, drafted, drafts, confidence, capacity):
     table, counters = empty_table(), np.zeros(16, np.uint32)
-    arguments = [state, entries, len(entries), drafted, drafts, confidence, limit, table, counters, capacity, WINDOW]
+    arguments = [state, entries, len(entries), drafted, drafts, confidence, table, counters, capacity, WINDOW]
     execute(rows.make_verify(), arguments)
     return table, counters
 
@@ -103,15 +103,13 @@ def test_entries_that_do_not_fit_have_ended_or_are_none_get_no_rows():
     assert counters[slots.C_ROWS] == 2 and counters[slots.C_TOTAL_SLOTS] == 0
 
 
-def test_a_constraint_limits_rows_and_judged_drafts():
-    state = made(*[slots.slot_record(token=1, position=4, emitted=0, budget=90, verify=5) for _ in range(3)])
-    entries = batch((0, 0, 6, 0), (1, 6, 6, 1), (2, 12, 3, 2))
-    limit = np.full(slots.MOST_ROWS, 6, np.int32)
-    limit[0] = 2
+def test_the_rows_of_an_entry_limit_its_judged_drafts():
+    state = made(*[slots.slot_record(token=1, position=4, emitted=0, budget=90, verify=5) for _ in range(2)])
+    entries = batch((0, 0, 6, 0), (1, 6, 3, 1))
     drafts = np.arange(slots.MOST_ROWS, dtype=np.int32)
     drafted = draft_table(state, entries, 40)
-    table, _ = verify_table(state, entries, drafted, drafts, np.zeros(48, np.float32), 48, limit)
-    assert table[slots.T_ROWS, :3].tolist() == [2, 6, 3] and table[slots.T_JUDGED, :3].tolist() == [2, 5, 2]
+    table, _ = verify_table(state, entries, drafted, drafts, np.zeros(48, np.float32), 48)
+    assert table[slots.T_ROWS, :2].tolist() == [6, 3] and table[slots.T_JUDGED, :2].tolist() == [5, 2]
 
 
 def test_the_host_rewinds_and_releases():

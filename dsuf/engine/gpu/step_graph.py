@@ -293,7 +293,7 @@ class StepGraphs:
         table, draft_table = self.rows.table, self.draft_rows.table if bucket.groups else 0
         launch(
             "rows.verify", self.slots, self._table, bucket.count, draft_table, w.drafts, w.confidence,
-            0, table, self.counters, bucket.rows, m.spec.sliding_window, grid=(1, 1),
+            table, self.counters, bucket.rows, m.spec.sliding_window, grid=(1, 1),
         )  # fmt: skip
         step_walk.backbone(k, m)
         step_walk.head(k, m, w.logits)
