@@ -94,7 +94,7 @@ class Gpu:
         for array, buffer in zip(arrays, buffers, strict=True):  # in the stream's order: a plain copy may land later
             check(driver.cuMemcpyHtoDAsync(int(buffer.handle), array.ctypes.data, array.nbytes, self.stream.handle))
         places = [(a.ctypes.data, a.nbytes, int(b.handle)) for a, b in zip(arrays, buffers, strict=True)]
-        values = [there(places, a.ctypes.data if isinstance(a, np.ndarray) else a) for a in arguments]
+        values = [helpers.moved(places, a.ctypes.data if isinstance(a, np.ndarray) else a) for a in arguments]
         launcher.launch(self.stream, *values, grid=grid or kernel.grid)  # kernels that differ in grid alone share code
         self.stream.sync()
         for array, buffer in zip(arrays, buffers, strict=True):
@@ -112,14 +112,6 @@ class Gpu:
             geometry = (kernel.threads, kernel.grid, kernel.shared, kernel.cluster, kinds)
             self.launchers[key] = Launcher(Cubin(kernel.name, CHIP, entry, code, *geometry))
         return self.launchers[key]
-
-
-def there(places: list[tuple[int, int, int]], value: int | float) -> int | float:
-    """A host address inside one of the arrays becomes the device's; any other number stays."""
-    for first, size, device in places:
-        if first <= value < first + size:
-            return device + value - first
-    return value
 
 
 def check(result: tuple) -> None:

@@ -40,10 +40,46 @@ def q8_rows(x: np.ndarray, tile: int) -> tuple[np.ndarray, np.ndarray, np.ndarra
 Argument = np.ndarray | int
 
 
+GUARD = 4096  # bytes on both sides of an array that belong to nobody
+ALIGNED = 256  # as a GPU's allocations are
+
+
+def guarded(arrays: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(array, copy between guards) of each; those that lie within another have a part of its copy, so have none."""
+    found: list[tuple[np.ndarray, np.ndarray]] = []
+    end = 0
+    for array in sorted(arrays, key=lambda a: (a.ctypes.data, -a.nbytes)):
+        assert array.flags.c_contiguous, "a kernel buffer must be contiguous; copy it first"
+        if array.nbytes and array.ctypes.data < end:
+            continue
+        end = array.ctypes.data + array.nbytes
+        room = np.empty(array.nbytes + 2 * GUARD + ALIGNED, np.uint8)
+        first = GUARD + -(room.ctypes.data + GUARD) % ALIGNED
+        found.append((array, room[first : first + array.nbytes].view(array.dtype).reshape(array.shape)))
+        found[-1][1][...] = array
+    return found
+
+
 def on_interpreter(kernel: Kernel, arguments: Sequence[Argument], grid: tuple[int, int] | None) -> None:
-    """Run on the CPU."""
+    """Run on the CPU. Arrays stand between guards: an access beyond one must not land in its neighbour."""
     memory = GlobalMemory()
-    run(kernel, memory, [memory.add(a) if isinstance(a, np.ndarray) else a for a in arguments], grid=grid)
+    copies = guarded([a for a in arguments if isinstance(a, np.ndarray)])
+    for _, copy in copies:
+        memory.add(copy)
+    places = [(array.ctypes.data, max(array.nbytes, 1), copy.ctypes.data) for array, copy in copies]
+    passed = [moved(places, a.ctypes.data if isinstance(a, np.ndarray) else a) for a in arguments]
+    run(kernel, memory, passed, grid=grid)
+    for array, copy in copies:
+        if array.flags.writeable:
+            array[...] = copy
+
+
+def moved(places: list[tuple[int, int, int]], value: int | float) -> int | float:
+    """An address inside one of the arrays (first, bytes, first of its copy) becomes the copy's; all else stays."""
+    for first, size, copy in places:
+        if first <= value < first + size:
+            return copy + (value - first)
+    return value
 
 
 runners: list[Callable[[Kernel, Sequence[Argument], tuple[int, int] | None], None]] = [on_interpreter]

@@ -29,6 +29,7 @@ from dsuf.kernels.simt.errors import Deadlock, Divergence, KernelFault, Misalign
 from dsuf.kernels.simt.memory import GlobalMemory
 from dsuf.kernels.simt.run import run
 from dsuf.kernels.simt.together import run_together
+from tests.kernels.helpers import execute
 
 
 def exchange(barrier: str):
@@ -113,6 +114,14 @@ def test_accesses_outside_a_buffer_misaligned_or_unwritten_are_faults():
         go(4, size=132)
     with pytest.raises(Unwritten):
         go(0, initial=False)
+
+
+def test_an_access_beyond_an_array_does_not_land_in_its_neighbour():
+    both = np.zeros(256, np.uint32)
+    execute(copier(0), [both[:128], both[128:]])
+    with pytest.raises(OutOfBounds):
+        execute(copier(16), [both[:128], both[128:]])
+    assert both.any() == 0
 
 
 def test_shared_memory_has_bounds_and_must_be_written_first():
