@@ -236,14 +236,21 @@ def make(*, h: int, d: int, rope: int, most: int, window: int, topk: int) -> Ker
                 tail[j] = turn(tail[j], c, s)
         if tid < TURNED:
             sts_u32x2(uint32(sm + AT_TAIL + tail_head * TURNED_LINE + tail_at * 2), (tail[0], tail[1]))
+        # where keys stand, less i * AT_ONCE, a multiple of eight: the order of chunks is the same
+        near = int32(tid // PIECES)
+        place0 = chunk_address(sm, near, int32(2 * piece), PITCH)
+        place1 = chunk_address(sm, near, int32(2 * piece + 1), PITCH)
+        entry0 = chunk_address(sm, int32(near - split + from_ring), int32(2 * piece), PITCH)
+        entry1 = chunk_address(sm, int32(near - split + from_ring), int32(2 * piece + 1), PITCH)
         for i in unroll(PASSES):
             at = int32(tid // PIECES + i * AT_ONCE)
             if alive[i] != 0:
                 v = regs(8, uint32(0))
                 expand_key(v, code4, factor, i, at < split, RING_PASSES, PAGE_PASS)
-                at = int32(at if at < split else at - split + from_ring)
-                sts_u32x4(chunk_address(sm, at, int32(2 * piece), PITCH), v[0:4])
-                sts_u32x4(chunk_address(sm, at, int32(2 * piece + 1), PITCH), v[4:8])
+                to0 = (place0 if at < split else entry0) if i < RING_PASSES else entry0
+                to1 = (place1 if at < split else entry1) if i < RING_PASSES else entry1
+                sts_u32x4(uint32(to0 + i * AT_ONCE * PITCH), v[0:4])
+                sts_u32x4(uint32(to1 + i * AT_ONCE * PITCH), v[4:8])
         if mine + tid // PIECES < padded:  # at most fifteen
             for j in unroll(2):
                 to = chunk_address(sm, int32(mine + tid // PIECES), int32(2 * piece + j), PITCH)
@@ -313,7 +320,8 @@ def make(*, h: int, d: int, rope: int, most: int, window: int, topk: int) -> Ker
             scale_part(o, TILES * m, TILES, f0, f1, alone)
             at_g = sm + (AT_PARTS if (16 * m + g) // OWN == rank else AT_SCORE)
             at_g8 = sm + (AT_PARTS if (16 * m + g + 8) // OWN == rank else AT_SCORE)
-            store_part(o, TILES * m, TILES, at_g, at_g8, int32(16 * m + g), warp * COLUMNS + 2 * t, OUT_LINE)
+            line = int32((16 * m + g) * OUT_LINE + 4 * t)
+            store_part(o, TILES * m, TILES, at_g, at_g8, line, int32(warp * TILES), g, OUT_LINE)
         fence_async()
         sync_threads()
         for i in unroll(-(-CLUSTER // WARPS)):

@@ -105,11 +105,14 @@ def scale_part(o: Any, first: Any, count: Any, f0: Any, f1: Any, alone: Any) -> 
 
 @inline
 def store_part(
-    o: Any, first: Any, count: Any, base: Any, base8: Any, head: Any, column: Any, pitch: Any
+    o: Any, first: Any, count: Any, base: Any, base8: Any, line: Any, chunk: Any, g: Any, pitch: Any
 ) -> None:  # fmt: skip
-    """The same tiles as f16, eight columns each, to the parts of heads `head` (at base) and head + 8 (at base8)."""
+    """The same tiles as f16, eight columns each, to the parts of a head (at base) and of the eighth after it (base8).
+
+    line: what lies before the head's part and a lane's pair; chunk: the first of the tiles; g: the head modulo 8.
+    """
     for c in unroll(count):
-        to = part_address(0, head, int32(column + 8 * c), pitch)
+        to = int32(line + (int32(chunk + c) ^ g) * 16)
         four = o[first + c]
-        sts_u32(uint32(to + base), f16x2(four[1], four[0]))
-        sts_u32(uint32(to + base8 + 8 * pitch), f16x2(four[3], four[2]))
+        sts_u32(uint32(base + to), f16x2(four[1], four[0]))
+        sts_u32(uint32(base8 + to + 8 * pitch), f16x2(four[3], four[2]))
