@@ -114,7 +114,8 @@ def agent_options(flags: KvFlags, engine: EngineOptions, folder: Path, environme
         snapshot_bytes = SnapshotLayout.of(checkpoint.spec).snapshot_bytes
         name = namespace(
             checkpoint=fingerprint(checkpoint),
-            backend=backend_of(engine),
+            # Several GPUs add up parts that are rounded, so that their bytes are not those of one.
+            backend=backend_of(engine) if len(engine.gpus) < 2 else f"{backend_of(engine)}/{len(engine.gpus)}",
             numerics=engine.numerics,
             # In truncated mode the points inside a prompt change what is computed, so they are part of it.
             prefill=engine.prefill if engine.prefill == "exact" else f"truncated/{engine.resume_every}",

@@ -77,3 +77,14 @@ def test_memory_by_default_is_a_part_of_what_the_process_may_have(monkeypatch, t
     monkeypatch.setattr(kv, "memory_bytes", lambda: (1 << 40, available))
     environment = read_environment({"XDG_RUNTIME_DIR": str(tmp_path)})
     assert kv.agent_options(kv.KvFlags(), EngineOptions(tmp_path / "tiny"), tmp_path, environment).host_bytes == given
+
+
+def test_servers_whose_numbers_of_gpus_differ_do_not_share_caches(tmp_path):
+    write_checkpoint(load_config("tiny"), tmp_path / "tiny", sparse=True)
+    environment = read_environment({"XDG_RUNTIME_DIR": str(tmp_path)})
+
+    def name(*gpus):
+        options = EngineOptions(tmp_path / "tiny", gpus=gpus)
+        return kv.agent_options(kv.KvFlags(host_bytes="1GB"), options, tmp_path, environment).namespace
+
+    assert name(0) == name(3) and name(0, 1) == name(2, 3) and len({name(), name(0), name(0, 1)}) == 3

@@ -55,6 +55,7 @@ def decode(
     """Measure decode speed: tokens per second, time of a step, tokens a step emits."""
     from dsuf.cli.bench.decoding import decode_floor, decode_request, decode_samples
     from dsuf.cli.bench.floor import expected_distinct_experts
+    from dsuf.cli.bench.gpu_decode import named
 
     check_number("--batch", batch, 1, 256, whole=True)
     check_number("--max-new", max_new, 1, MAX_NEW_TOKENS, whole=True)
@@ -86,8 +87,7 @@ def decode(
         samples=samples, ceilings=ceilings, floor=floor,
     )  # fmt: skip
     if session.engine.limits.backend == "gpu":
-        device = session.engine.backend.machine.device
-        result = msgspec.structs.replace(result, gpu={"name": device.name, "chip": device.chip})
+        result = msgspec.structs.replace(result, gpu=named([m.device for m in session.engine.backend.machines]))
     write_result(result, bench.output, bench.ci_json)
     print_table(result)
     spec = session.checkpoint.spec

@@ -100,7 +100,7 @@ def decode_floor(session: Session, shape: StepShape) -> tuple[dict[str, float], 
     """(ceilings, floor) of a mean step; the ceilings are measured here and now."""
     checkpoint = session.checkpoint
     if session.engine.limits.backend == "gpu":
-        ceilings = ceilings_of(session.engine.backend.machine.device)
+        ceilings = ceilings_of([machine.device for machine in session.engine.backend.machines])
         return ceilings, step_floor(checkpoint, shape, ceilings)
     costs = weight_costs(checkpoint)
     read_bytes = sum(layer.nbytes for layer in costs.layers) + costs.head.nbytes
