@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -128,10 +129,13 @@ class SeatEvent:
     """A point in a seat's queue."""
 
     def __init__(self, seat: Seat) -> None:
-        self._seat, self._reached = seat, False
+        self._seat, self._reached, self._at = seat, False, 0.0
 
     def reach(self) -> None:
-        self._reached = True
+        self._reached, self._at = True, time.perf_counter()
+
+    def since(self, earlier: SeatEvent) -> float:
+        return self._at - earlier._at
 
     def done(self) -> bool:
         self._seat.play()

@@ -29,8 +29,12 @@ from tests.support.simt_device import SimtDevice
 
 TINY = Spec.load(CONFIGS / "tiny.json")
 GREEDY = Sampling(temperature=0)
-PROMPT = np.random.default_rng(3).integers(3, 250, 5).tolist()
-ROOM = {"max_context": 256, "max_sequences": 2, "cache_tokens": 512, "prefill_chunk": 4, "prefill": "exact"}
+IDS = np.random.default_rng(3).integers(3, 250, 7).tolist()
+ROOM = {"max_context": 256, "max_sequences": 4, "cache_tokens": 1024, "prefill_chunk": 3, "prefill": "exact"}
+DRAFTED, PLAIN, ENDED = (
+    Request("drafted", IDS[:5], 2, GREEDY, verify=5), Request("plain", IDS[:2], 4, GREEDY, draft=False),
+    Request("ended", IDS[2:4], 50, GREEDY),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -40,23 +44,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def test_two_ranks_say_what_one_says_and_go_on_as_if_they_had_stayed(folder: Path):
-    """A prompt, its first token, out and back in, drafted steps."""
-    request, trace = Request("a", PROMPT, 3, GREEDY, verify=5), Trace(keep_logits=True)
-    one = engine_in_turns(folder, SimtDevice(), 1, **ROOM)
-    one.submit(request, trace)
-    alone = one._sequences["a"]
+    """With drafts and without, a prompt in chunks, one out and back in, one gone back, one cancelled between them."""
+    one, two = (engine_in_turns(folder, SimtDevice(), count, **ROOM) for count in (1, 2))
+    traces = {request.id: Trace(keep_logits=True) for request in (DRAFTED, PLAIN)}
+    for request in (DRAFTED, PLAIN):
+        one.submit(request, traces[request.id])
+    wanted = dict(one._sequences)
     while not one.idle:
         one.step()
-    two = engine_in_turns(folder, SimtDevice(), 2, **ROOM)
-    two.submit(request)
-    sequence, resumed = two._sequences["a"], False
+    for request in (ENDED, DRAFTED, PLAIN):
+        two.submit(request)
+    found, done = dict(two._sequences), set()
     while not two.idle:
         two.step()
-        if not resumed and sequence.emitted:
-            stop_and_resume(two, sequence, sequence.last_position // 2 * 2)
-            resumed = True
-    assert resumed and len(sequence.emitted) == 3
-    assert_same_text(sequence.emitted, alone.emitted, trace)
+        drafted, plain = found["drafted"], found["plain"]
+        if drafted.emitted and "resumed" not in done:
+            stop_and_resume(two, drafted, drafted.last_position // 2 * 2)
+            done.add("resumed")
+        if len(plain.emitted) in (2, 3) and "back" not in done:
+            two.backend.rewind(plain, plain.last_position - 1)
+            done.add("back")
+        if found["ended"].emitted and "ended" not in done:
+            two.cancel("ended")
+            done.add("ended")
+    assert done == {"resumed", "back", "ended"} and len(found["ended"].emitted) < 50
+    for name, trace in traces.items():
+        assert_same_text(found[name].emitted, wanted[name].emitted, trace)
     assert two.backend._pages.free == two.backend._pages.count
 
 
