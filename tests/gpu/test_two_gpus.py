@@ -16,7 +16,7 @@ import pytest
 from dsuf.engine.engine import Engine, open_engine
 from dsuf.engine.messages import Request, Sampling
 from tests.gpu.same_text import Examples, SameText, options_of
-from tests.toy.test_same_tokens import PAGE, run
+from tests.toy.test_same_tokens import FEW, PAGE, answer_of, request_of, run
 
 pytestmark = pytest.mark.gpu
 
@@ -26,7 +26,6 @@ class TestTwoGpus(SameText):
     @classmethod
     def engine(cls, folder: Path) -> Iterator[Engine]:
         engine = open_engine(options_of(folder, (0, 1)))
-        engine.backend.warm_up()
         yield engine
         engine.backend._copies.close()
 
@@ -34,3 +33,9 @@ class TestTwoGpus(SameText):
         ids = examples[PAGE].ids
         long = Request("long", ids[:1500], 100, Sampling(temperature=0))
         assert run(engine, [long]) == {"long": ids[1500:1600]}
+
+
+def test_a_server_warms_up_and_then_says_the_same(folder: Path, examples: Examples) -> None:
+    engine = open_engine(options_of(folder, (0, 1), max_sequences=1))
+    engine.backend.warm_up()
+    assert run(engine, [request_of(examples[FEW[0]])]) == {FEW[0]: answer_of(examples[FEW[0]])}
