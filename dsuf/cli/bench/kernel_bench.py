@@ -2,7 +2,8 @@
 
 A case poisons its outputs, launches once and compares with the op in float64; only what agrees is timed. Its launches
 rotate over more memory than the L2 holds and are captured in one graph with dependent launch; a sample is a replay of
-that graph divided by its launches. Floors are bytes over the read ceiling of the same run.
+that graph divided by its launches. The floor of a case is the larger of its bytes over the read ceiling of the same run
+and its operations over the peak of the tensor cores in bf16.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dsuf.cli.bench.gpu_decode import DENSE_BF16_GFLOPS
+from dsuf.engine.gpu.launches import width_of
 from dsuf.errors import DsufError
 from dsuf.kernels import ceiling, pack
 from dsuf.kernels.stream import scale_stride
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from dsuf.engine.gpu.device import Device
 
 COLD = 400 << 20  # bytes that a rotation covers at least: several times the L2
+MOST_COPIES = 1024  # of a weight that is shorter
 LEAST_LAUNCHES = 20
 WARMUP = 3
 CEILING_BYTES, CEILING_BLOCKS = 4 << 30, (4, 8, 16)  # blocks an SM
@@ -51,6 +55,11 @@ class Case:
         """Stem of its metrics."""
         return f"{self.name}_r{self.rows}"
 
+    def floor(self, read_gb_per_s: float) -> tuple[float, str]:
+        """Microseconds that it cannot avoid, and whether `bytes` or `operations` decide."""
+        moved, multiplied = self.nbytes / read_gb_per_s / 1e3, self.operations / DENSE_BF16_GFLOPS / 1e3
+        return (moved, "bytes") if moved >= multiplied else (multiplied, "operations")
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -62,6 +71,7 @@ class Measured:
     floor_us: float
     peers: dict[str, float] = field(default_factory=dict)
     problem: str = ""
+    floor_of: str = "bytes"
 
     @property
     def median_us(self) -> float:
@@ -70,13 +80,19 @@ class Measured:
 
 
 class Bench:
-    """A device, one block of its memory handed out case by case, and random operands."""
+    """A device, one block of its memory handed out case by case, and random operands for the kernels of a width."""
 
-    def __init__(self, device: Device, spec: Spec, nbytes: int, seed: int) -> None:
-        self.device, self.spec, self.rng = device, spec, np.random.default_rng(seed)
+    def __init__(self, device: Device, spec: Spec, nbytes: int, seed: int, *, cold: int = COLD) -> None:
+        self.device, self.spec, self.rng, self.cold = device, spec, np.random.default_rng(seed), cold
+        self.width = width_of(spec)
         self._first = device.allocate(nbytes, "bench")
         self._size, self._used = nbytes, 0
         self.read_gb_per_s = 0.0
+
+    @property
+    def label(self) -> str:
+        """What names of the kernels of this width end in."""
+        return self.width.label
 
     # ---- memory
 
@@ -121,7 +137,13 @@ class Bench:
 
     def copies(self, packed: np.ndarray, nbytes: int) -> list[int]:
         """Weights at as many places as make them cold."""
-        return [self.repeated(packed, nbytes) for _ in range(max(2, min(40, COLD // nbytes + 1)))]
+        return [self.repeated(packed, nbytes) for _ in range(max(2, min(40, self.cold // nbytes + 1)))]
+
+    def many_copies(self, array: np.ndarray) -> list[int]:
+        """A short weight (a multiple of 16 bytes) at places side by side that together are cold."""
+        count = max(2, min(MOST_COPIES, self.cold // array.nbytes + 1))
+        first = self.repeated(array, count * array.nbytes)
+        return [first + i * array.nbytes for i in range(count)]
 
     def quantised(self, rows: int, k: int) -> tuple[int, int, np.ndarray]:
         """Random activations: addresses of codes and scales, and their values float64 [rows, k]."""
@@ -172,16 +194,16 @@ class Bench:
         self, make: Callable[[Bench], Case], repeat: int, peers: Callable[[Case], dict[str, float]]
     ) -> Measured:
         """Check a case, then time it and its peers."""
-        case = make(self)
         try:
-            floor = case.nbytes / self.read_gb_per_s / 1e3
+            case = make(self)
+            floor, floor_of = case.floor(self.read_gb_per_s)
             case.launches[0]()
             error = case.error()
             if not error <= case.bound:  # NaN too
                 problem = f"error {error:.2e} relative to the op, at most {case.bound:.1e} is expected"
                 return Measured(case, (), error, floor, problem=problem)
             times = tuple(self.replays(case.launches, repeat))
-            return Measured(case, times, error, floor, peers(case))
+            return Measured(case, times, error, floor, peers(case), floor_of=floor_of)
         finally:
             self.reset()
 
@@ -200,7 +222,8 @@ def row_of(measured: Measured) -> dict[str, Any]:
     """What the bench object's params keep of a case beside its times."""
     case = measured.case
     return {
-        "bytes": case.nbytes, "operations": case.operations, "floor_us": measured.floor_us, "error": measured.error,
-        "bound": case.bound, "launches": len(case.launches), **case.notes,
+        "bytes": case.nbytes, "operations": case.operations, "floor_us": measured.floor_us,
+        "floor_of": measured.floor_of, "error": measured.error, "bound": case.bound,
+        "launches": len(case.launches), **case.notes,
         **({"problem": measured.problem} if measured.problem else {}),
     }  # fmt: skip

@@ -23,7 +23,6 @@ from dsuf.ops import qdq
 from dsuf.ops.route import route as route_op
 
 Family = Callable[[Bench, int], Case | None]
-LABEL = "v41"
 PATTERN_ROWS = 4096  # of a weight, before it repeats
 CHECKED = 512  # outputs compared a row
 PATTERN_EXPERTS = 3
@@ -45,10 +44,10 @@ def families(spec_names: tuple[str, ...]) -> dict[str, Family]:
 def projection(name: str, bench: Bench, rows: int) -> Case:
     """One dense projection; logits and scores in float32, wo_a as codes, the rest in bf16."""
     one = project.projections(bench.spec)[name]
-    launch, outputs = project.launch_of(LABEL, one, rows), one.groups * one.n
+    launch, outputs = project.launch_of(bench.label, one, rows), one.groups * one.n
     packed, dense = _weight(bench, one.kind, min(outputs, PATTERN_ROWS), one.k)
     places = bench.copies(packed, -(-outputs // pack.ROWS) * packed[0].nbytes)
-    tile = tile_of(LABEL, rows)
+    tile = tile_of(bench.label, rows)
     if one.kind == "q8":
         x, sx, exact = bench.quantised(tile, one.k)
     else:
@@ -136,13 +135,15 @@ class _Layer:
 
     def gate_up(self, n: int) -> None:
         """First launch of routing n."""
-        self.bench.device.launch(f"experts.gate_up/{LABEL}", self.w13, self.shared[n][0], self.x, self.plans[n],
-                                 self.at_weights, self.h, self.rows, self.topk, self.limit)  # fmt: skip
+        self.bench.device.launch(f"experts.gate_up/{self.bench.label}", self.w13, self.shared[n][0], self.x,
+                                 self.plans[n], self.at_weights, self.h, self.rows, self.topk, self.limit,
+                                 grid=(experts.blocks(self.bench.label), 1))  # fmt: skip
 
     def down(self, n: int) -> None:
         """Second launch."""
-        self.bench.device.launch(f"experts.down/{LABEL}", self.w2, self.shared[n][1], self.h, self.plans[n], self.y,
-                                 self.last, self.rows, self.topk)  # fmt: skip
+        self.bench.device.launch(f"experts.down/{self.bench.label}", self.w2, self.shared[n][1], self.h, self.plans[n],
+                                 self.y, self.last, self.rows, self.topk,
+                                 grid=(experts.blocks(self.bench.label), 1))  # fmt: skip
 
     def whole(self, n: int) -> None:
         """Both."""
@@ -205,8 +206,8 @@ def router(bench: Bench, rows: int) -> Case:
     plan = bench.put(np.zeros(expert_plan.plan_bytes(rows * topk), np.uint8))
 
     def go(w: int) -> None:
-        bench.device.launch(f"route/{LABEL}", w, x, parts, at_bias, image, sequence, chosen, weights, plan, 0, rows,
-                            one.n, topk, scaling, 0, one.n, grid=route.grid(one.k, one.n))  # fmt: skip
+        bench.device.launch(f"route/{bench.label}", w, x, parts, at_bias, image, sequence, chosen, weights, plan, 0,
+                            rows, one.n, topk, scaling, 0, one.n, grid=route.grid(one.k, one.n))  # fmt: skip
 
     def error() -> float:
         picked, got = (bench.get(at, (rows, topk), t) for at, t in ((chosen, np.int32), (weights, np.float32)))
