@@ -1,4 +1,4 @@
-"""What attention does head by head: probabilities of a block's keys, and the parts of a result that blocks hand on.
+"""What attention does head by head: scores and probabilities of a block's keys, and the parts of a result that travel.
 
 A part is a mean of a block's keys, f16 in shared memory by heads, in chunks of 16 bytes; it travels with its block's
 largest score and sum of weights, from which follows what it weighs in the sum over the blocks.
@@ -10,6 +10,7 @@ from typing import Any
 
 from dsuf.kernels.lang import inline, int32, regs, uint32, unroll
 from dsuf.kernels.ptx.convert import (
+    as_bits,
     as_float,
     bf16x2,
     exp2_approx,
@@ -31,26 +32,46 @@ PART_LANES = (1, 2, 4)  # eight, a block's each, know what the parts of a head w
 
 
 @inline
-def probabilities(
-    scores: Any, step: Any, parts: Any, quads: Any, scale: Any, padded: Any, mine: Any, out: Any, lane: Any
-) -> Any:
-    """A head's largest score and sum of weights; its probabilities, bf16, to `out` (sixteen lanes, quads of keys).
+def store_scores(acc: Any, tiles: Any, base: Any, g: Any, t: Any) -> None:
+    """A warp's products of sixteen keys, in lines of 64 bytes a head; half of the heads have their eights exchanged."""
+    for half in unroll(2):
+        for m in unroll(tiles):
+            four = acc[2 * m + half]
+            to = uint32(base + (16 * m + g) * 64 + ((8 * half + 2 * t) ^ ((g & 2) << 2)) * 4)
+            sts_u32x2(to, (as_bits(four[0]), as_bits(four[1])))
+            sts_u32x2(uint32(to + 512), (as_bits(four[2]), as_bits(four[3])))
 
-    scores: shared float32, summed over `parts` of the columns that lie `step` bytes apart; of `padded` keys the first
-    `mine` count.
+
+@inline
+def sum_scores(base: Any, parts: Any, heads: Any, to: Any, pitch: Any, tid: Any, threads: Any) -> None:
+    """The sums over all warps of what they stored, to lines `pitch` bytes apart: two keys a thread."""
+    for i in unroll(-(-heads * 8 // threads)):
+        one = int32((tid >> 3) + i * (threads // 8))
+        if one < heads:
+            pair = 2 * (tid & 7)
+            at = uint32(base + one * 64 + (pair ^ ((one & 2) << 2)) * 4)
+            summed = regs(2, 0.0)
+            for w in unroll(parts):
+                both = lds_u32x2(uint32(at + w * (64 * heads)))
+                summed[0] = summed[0] + as_float(both[0])
+                summed[1] = summed[1] + as_float(both[1])
+            sts_u32x2(uint32(to + one * pitch + pair * 4), (as_bits(summed[0]), as_bits(summed[1])))
+
+
+@inline
+def probabilities(line: Any, quads: Any, scale: Any, padded: Any, mine: Any, lane: Any) -> Any:
+    """A head's largest score and sum of weights; its probabilities, bf16, take the place of the scores.
+
+    Sixteen lanes a head, quads of keys; of `padded` keys the first `mine` count.
     """
     v = regs(4 * quads, MASKED)
     top = LEAST
     for i in unroll(quads):
         key = int32(4 * ((lane & 15) + 16 * i))
         if key < padded:
-            summed = regs(4, 0.0)
-            for w in unroll(parts):
-                quad = lds_u32x4(uint32(scores + w * step + key * 4))
-                for j in unroll(4):
-                    summed[j] = summed[j] + as_float(quad[j])
+            quad = lds_u32x4(uint32(line + key * 4))
             for j in unroll(4):
-                v[4 * i + j] = summed[j] * scale if key + j < mine else MASKED
+                v[4 * i + j] = as_float(quad[j]) * scale if key + j < mine else MASKED
                 top = fmax(top, v[4 * i + j])
     sync_warp()
     top = max_over(top, HEAD_LANES)
@@ -62,7 +83,7 @@ def probabilities(
             e[j] = exp2_approx(v[4 * i + j] - top)
         weight = weight + ((e[0] + e[1]) + (e[2] + e[3]))
         if key < padded:
-            sts_u32x2(uint32(out + key * 2), (bf16x2(e[1], e[0]), bf16x2(e[3], e[2])))
+            sts_u32x2(uint32(line + key * 2), (bf16x2(e[1], e[0]), bf16x2(e[3], e[2])))
     sync_warp()
     weight = sum_over(weight, HEAD_LANES)
     return top, weight
@@ -78,11 +99,11 @@ def weight_of_part(stats: Any, sink: Any) -> Any:
 
 @inline
 def add_parts(v: Any, landed: Any, step: Any, blocks: Any, amount: Any, lane: Any) -> None:
-    """Four columns of a head: the parts of all blocks, `step` bytes apart, by what lane r of eight says of block r."""
+    """Eight columns of a head: the parts of all blocks, `step` bytes apart, by what lane r of eight says of block r."""
     for r in unroll(blocks):
         f = shuffle_f32(amount, uint32((lane & 24) + r))
-        held = lds_u32x2(uint32(landed + r * step))
-        for j in unroll(2):
+        held = lds_u32x4(uint32(landed + r * step))
+        for j in unroll(4):
             v[2 * j] = fma(f16_low(held[j]), f, v[2 * j])
             v[2 * j + 1] = fma(f16_high(held[j]), f, v[2 * j + 1])
 

@@ -9,6 +9,7 @@ entries in the last: a pass has the code for the one, the other or both.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from dsuf.kernels.lang import inline, int64, regs, uint32, unroll
@@ -26,6 +27,8 @@ from dsuf.kernels.ptx.memory import ldg_u8, ldg_u32, ldg_u32x2, ldg_u32x4, lds_u
 from dsuf.kernels.rope import rotated
 from dsuf.layout import PAGE_TOKENS
 
+CLUSTER = 8  # blocks that share the keys of a row: the portable most
+ALONE = 114 * 1024  # bytes of shared memory of which an SM has not twice as many
 PAGE_SHIFT = PAGE_TOKENS.bit_length() - 1
 UNIT = 256.0  # keys stand in shared memory in this unit, so that the factors of their codes are bf16 numbers
 RING_BIAS, PAGE_BIAS = 112, 0x7A807A80  # of the exponent of a ring's scale; 2^118 twice, for a page's scale
@@ -39,6 +42,45 @@ def heads_of_block(h: int) -> int:
 def most_dealt(n: int) -> int:
     """How many of n keys a block has at most: sixteen of every 128, so that a short row stays in one block."""
     return n // 128 * 16 + min(n % 128, 16)
+
+
+def most_keys(window: int, block: int, topk: int) -> int:
+    """Keys of a row that a kernel is made for, in whole shares of at least 32 keys a block; block: of drafted rows."""
+    share = max(most_dealt(window) + most_dealt(topk), most_dealt(window + block))
+    return CLUSTER * max(32, -(-share // 16) * 16)
+
+
+@dataclass(frozen=True)
+class Room:
+    """Shared memory of a block, as offsets; what is used one after the other shares a place.
+
+    Keys, then the parts of heads that leave (at 0) and those that came (`parts`); largest scores and sums of weights;
+    the barrier; keys' addresses, then the scores of sixteen keys by parts of the columns; q's turned tails, then
+    summed scores and probabilities in lines of `line` bytes, eight of which meet all banks.
+    """
+
+    parts: int
+    stats: int
+    barrier: int
+    partial: int
+    scores: int
+    line: int
+    size: int
+
+    @classmethod
+    def of(cls, h: int, d: int, share: int) -> Room:
+        """For h heads of d columns and `share` keys."""
+        heads = heads_of_block(h)
+        stats = max(share * 2 * d, 2 * heads * 2 * d)
+        barrier = stats + 16 * heads
+        scores = barrier + 16 + min(8, d // 32) * heads * 64
+        line = 4 * (share + 4)
+        return cls(heads * 2 * d, stats, barrier, barrier + 16, scores, line, scores + heads * line)
+
+
+def alone(size: int) -> int:
+    """So much shared memory that an SM has one such block, where it would have two; small ones stay as they are."""
+    return max(size, ALONE) if 2 * size > ALONE else size
 
 
 @inline
@@ -67,22 +109,36 @@ def whole(low: Any, high: Any) -> Any:
 
 
 @inline
-def find_key(
-    words: Any, is_place: Any, live: Any, window: Any, place: Any, row_bytes: Any, d: Any, entry: Any, shift: Any,
-    pages: Any, page_codes: Any, page_scales: Any, page_bytes: Any,
-) -> None:  # fmt: skip
-    """words = the addresses of codes and scales of a place of the ring or of an entry; 0 where it is not live."""
+def find_place(words: Any, live: Any, window: Any, place: Any, row_bytes: Any, d: Any) -> None:
+    """words = the addresses of codes and scales of a place of the ring; 0 where it is not live."""
     code = int64(0)
     scale = int64(0)
-    if live and is_place:
+    if live:
         code = window + int64(place) * row_bytes
         scale = code + d
-    if live and not is_place:
+    put_addresses(words, code, scale)
+
+
+@inline
+def find_entry(
+    words: Any, live: Any, entry: Any, shift: Any, pages: Any, page_codes: Any, page_scales: Any, page_bytes: Any,
+    d: Any,
+) -> None:  # fmt: skip
+    """The same of an entry, from its page's place in `pages`."""
+    code = int64(0)
+    scale = int64(0)
+    if live:
         page = int64(entry >> uint32(PAGE_SHIFT - shift))
         slot = int64(entry & uint32((PAGE_TOKENS >> shift) - 1))
         where = int64(ldg_u32(pages + page * 4)) * page_bytes
         code = page_codes + where + slot * (d // 2)
         scale = page_scales + where + slot * (d // 16)
+    put_addresses(words, code, scale)
+
+
+@inline
+def put_addresses(words: Any, code: Any, scale: Any) -> None:
+    """Two addresses as four words."""
     words[0] = uint32(code)
     words[1] = uint32(code >> 32)
     words[2] = uint32(scale)
@@ -90,35 +146,38 @@ def find_key(
 
 
 @inline
-def ask_key(
-    codes: Any, factor: Any, alive: Any, i: Any, at: Any, is_place: Any, piece: Any, ring_passes: Any, page_pass: Any
-) -> None:  # fmt: skip
-    """Load a thread's piece of a key, whose two addresses stand in shared memory (0: there is none)."""
+def ask_place(codes: Any, factor: Any, alive: Any, i: Any, at: Any, wanted: Any, piece: Any) -> None:
+    """Load a thread's piece of a place, whose two addresses stand in shared memory (0: there is none)."""
     w = regs(4)
     w = lds_u32x4(at)
-    alive[i] = uint32(w[0] | w[1])
-    if i < ring_passes:
-        in_ring = alive[i] != 0 and is_place
-        if in_ring:
-            codes[4 * i : 4 * i + 4] = ldg_u32x4(whole(w[0], w[1]) + piece * 16)
-            factor[i] = ldg_u8(whole(w[2], w[3]) + (piece >> 1))
-    if i >= page_pass:
-        in_page = alive[i] != 0 and not is_place
-        if in_page:
-            codes[4 * i : 4 * i + 2] = ldg_u32x2(whole(w[0], w[1]) + piece * 8)
-            factor[i] = ldg_u8(whole(w[2], w[3]) + piece)
+    alive[i] = uint32(w[0] | w[1]) if wanted else uint32(0)
+    if alive[i] != 0:
+        codes[4 * i : 4 * i + 4] = ldg_u32x4(whole(w[0], w[1]) + piece * 16)
+        factor[i] = ldg_u8(whole(w[2], w[3]) + (piece >> 1))
 
 
 @inline
-def expand_key(v: Any, codes: Any, factor: Any, i: Any, is_place: Any, ring_passes: Any, page_pass: Any) -> None:
-    """v = the sixteen columns of a piece that is there, bf16 pairs."""
-    if i < ring_passes:
-        both = uint32(factor[i] + RING_BIAS << 7 | factor[i] + RING_BIAS << 23)
-        if is_place:
-            for j in unroll(4):
-                v[2 * j : 2 * j + 2] = e4m3x4_bf16_scaled(codes[4 * i + j], both)
-    if i >= page_pass:
-        scale = mul_bf16x2(prmt(e4m3x4_bf16(factor[i])[0], uint32(0), uint32(0x1010)), uint32(PAGE_BIAS))
-        if not is_place:
-            v[0:4] = fp4x8_bf16_scaled(codes[4 * i], scale)
-            v[4:8] = fp4x8_bf16_scaled(codes[4 * i + 1], scale)
+def ask_entry(codes: Any, factor: Any, alive: Any, i: Any, at: Any, wanted: Any, piece: Any) -> None:
+    """The same of an entry."""
+    w = regs(4)
+    w = lds_u32x4(at)
+    alive[i] = uint32(w[0] | w[1]) if wanted else uint32(0)
+    if alive[i] != 0:
+        codes[2 * i : 2 * i + 2] = ldg_u32x2(whole(w[0], w[1]) + piece * 8)
+        factor[i] = ldg_u8(whole(w[2], w[3]) + piece)
+
+
+@inline
+def expand_place(v: Any, codes: Any, factor: Any) -> None:
+    """v = the sixteen columns of a piece of a place, bf16 pairs."""
+    both = uint32(factor + RING_BIAS << 7 | factor + RING_BIAS << 23)
+    for j in unroll(4):
+        v[2 * j : 2 * j + 2] = e4m3x4_bf16_scaled(codes[j], both)
+
+
+@inline
+def expand_entry(v: Any, low: Any, high: Any, factor: Any) -> None:
+    """v = the sixteen columns of a piece of an entry."""
+    scale = mul_bf16x2(prmt(e4m3x4_bf16(factor)[0], uint32(0), uint32(0x1010)), uint32(PAGE_BIAS))
+    v[0:4] = fp4x8_bf16_scaled(low, scale)
+    v[4:8] = fp4x8_bf16_scaled(high, scale)

@@ -7,7 +7,7 @@ import pytest
 
 from dsuf import formats
 from dsuf.kernels import attend as family
-from dsuf.kernels import rope
+from dsuf.kernels import catalogue, rope
 from dsuf.kernels.latents import window_row_bytes
 from dsuf.layout import PAGE_TOKENS
 from dsuf.ops import qdq
@@ -70,7 +70,7 @@ class Case:
         args = [self.q, self.windows, self.windows[0].nbytes, self.ring, self.sequence, self.position, self.first,
                 self.last, self.selected if sparse else 0, self.selected.shape[1], self.chosen if sparse else 0,
                 self.pages if sparse else 0, self.pages.shape[1], pages if sparse else 0,
-                pages.ctypes.data + self.per_page * self.d // 2, pages.shape[1], int(self.ratio == 2),
+                pages.ctypes.data + self.per_page * self.d // 2, pages.shape[1], int(self.ratio == 2), int(sparse),
                 rope.tables(self.w, 4096), self.sink, out]  # fmt: skip
         execute(kernel, args, grid=(family.blocks(self.h) * rows, 1))
         return out
@@ -135,3 +135,12 @@ def test_a_row_is_the_same_bits_in_any_launch(rows: int):
         for name in ("position", "sequence", "first", "last", "q", "chosen", "selected"):
             setattr(alone, name, np.ascontiguousarray(getattr(case, name)[row : row + 1]))
         assert np.array_equal(alone.run()[0], together[row])
+
+
+@pytest.mark.parametrize("h", [64, 32, 16])
+def test_an_sm_has_one_block_of_few_rows_and_two_of_more(h: int):
+    width = next(width for width in catalogue.widths() if width.label == "v41")
+    made = next(e for e in family.entries(width) if e.shape["h"] == h)
+    few, many = (family.shared_of(width, h, rows) + 1024 for rows in (8, 9))  # a block's own and the system's
+    assert made.make(**made.shape).shared == few - 1024
+    assert 2 * many <= 228 * 1024 < 2 * few

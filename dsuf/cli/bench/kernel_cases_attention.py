@@ -110,12 +110,13 @@ def attention(bench: Bench, rows: int, tokens: int = CONTEXT) -> Case:
     before = [bench.put(q), bench.put(kept), kept.nbytes, ring, context.sequence, context.at_position,
               bench.put(first), context.at_position, bench.put(picked), topk, bench.put(np.full(rows, topk, np.int32)),
               context.table, context.count]  # fmt: skip
-    after = [context.layout.page_bytes, 1, bench.put(rope.tables(w, tokens)), bench.put(sink), out]
+    after = [context.layout.page_bytes, 1, 0, bench.put(rope.tables(w, tokens)), bench.put(sink), out]
+    shared = attend.shared_of(bench.width, h, rows)
 
     def go(pool: int) -> None:
         planes = [pool + context.source.codes.offset, pool + context.source.scales.offset]
         grid = attend.blocks(h) * rows, 1
-        bench.device.launch(f"attend/{bench.label}", *before, *planes, *after, grid=grid)
+        bench.device.launch(f"attend/{bench.label}", *before, *planes, *after, grid=grid, shared=shared)
 
     def error() -> float:
         got = bench.get(out, (rows, h, d), np.float16).astype(np.float64)

@@ -58,8 +58,8 @@ def stages(k: Launches, m: Model) -> None:
         queries(k, m, stage, weights.rope_plain, window)
         c = m.caches
         k.attend(
-            w.q, c.window(window), c.pitch, c.ring, k.rows.decoder_first, c.pool, None, (0, 0), weights.rope_plain,
-            stage.attn_sink, w.o,
+            w.q, c.window(window), c.pitch, c.ring, k.rows.decoder_first, c.pool, None, (0, 0, False),
+            weights.rope_plain, stage.attn_sink, w.o,
         )  # fmt: skip
         output(k, m, stage)
         residual.after_attention(stage)

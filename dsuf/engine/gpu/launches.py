@@ -59,7 +59,8 @@ class Launches:
     def __init__(self, launch: Launch, spec: Spec, rows: Rows, count: int, rank: Rank = ALONE) -> None:
         self.launch, self.spec, self.rows, self.count, self.rank = launch, spec, rows, count, rank
         self.share = rank.share(spec)
-        self.width = width_of(spec).label
+        self._width = width_of(spec)
+        self.width = self._width.label
         self.projections = projections(self.share)
 
     # ---- products and their operands
@@ -186,17 +187,19 @@ class Launches:
 
     def attend(
         self, q: int, windows: int, pitch: int, ring: int, first: int, pool: Pool, source: SourceLayout | None,
-        selected: tuple[int, int], table: int, sink: int, out: int,
+        selected: tuple[int, int, bool], table: int, sink: int, out: int,
     ) -> None:  # fmt: skip
-        """Window keys first..last and, of a source, the selected = (entries, how many)."""
-        r, pages = self.rows, (0, 0, 0, 0, 0, 0)
+        """Window keys first..last and, of a source, the selected = (entries, how many, whether a launch since queries
+        wrote them or their pages).
+        """
+        r, pages, heads = self.rows, (0, 0, 0, 0, 0, 0), self.share.num_attention_heads
         if source is not None:
             codes, scales = pool.base + source.codes.offset, pool.base + source.scales.offset
             pages = (pool.table, pool.most_pages, codes, scales, pool.layout.page_bytes, shift_of(source))
         self.launch(
             self.of_heads("attend"), q, windows, pitch, ring, r.sequence, r.position, first, r.last, selected[0],
-            self.spec.index_topk, selected[1], *pages, table, sink, out,
-            grid=(attend.blocks(self.share.num_attention_heads) * self.count, 1),
+            self.spec.index_topk, selected[1], *pages, int(selected[2]), table, sink, out,
+            grid=(attend.blocks(heads) * self.count, 1), shared=attend.shared_of(self._width, heads, self.count),
         )  # fmt: skip
 
     def of_heads(self, family: str) -> str:

@@ -186,7 +186,8 @@ def attention(k: Launches, m: Model, role: LayerRole, *, compress: bool = True) 
         select(k, m, role, table)
     decoder = role.index >= m.spec.decoder_start_layer
     first = k.rows.decoder_first if decoder else k.rows.first
-    selected = (w.selected, w.chosen) if role.ratio else (0, 0)
+    fresh = role.is_index_source or role.is_kv_source
+    selected = (w.selected, w.chosen, fresh) if role.ratio else (0, 0, False)
     k.attend(
         w.q, c.window(role.index), c.pitch, c.ring, first, c.pool, c.source(role), selected, table, weights.attn_sink,
         w.o,
