@@ -63,7 +63,7 @@ def queries_of(with_index: bool, bench: Bench, rows: int) -> Case:
     """Queries from latents, the indexer's too, and window rows, one launch; checked: queries."""
     spec, rng, (n, index_n) = bench.spec, bench.rng, queries.widths(bench.spec)
     q, d, index_n = spec.q_lora_rank, spec.head_dim, index_n if with_index else 0
-    raw = formats.quantise_fp8_blocks(rng.standard_normal((WEIGHT_ROWS, q)).astype(np.float32))
+    raw = formats.quantise_fp8_blocks(rng.standard_normal((min(WEIGHT_ROWS, n), q)).astype(np.float32))
     packed, dense = pack.pack_fp8(*raw), formats.dequantise_fp8_blocks(*raw).astype(np.float64)
     tile, size = tile_of(bench.label, rows), (n + index_n) // pack.ROWS * packed[0].nbytes
     places = bench.copies(packed, size)
@@ -93,7 +93,7 @@ def queries_of(with_index: bool, bench: Bench, rows: int) -> Case:
 
 
 def attention(bench: Bench, rows: int, tokens: int = CONTEXT) -> Case:
-    """A window and selected entries: 640 keys, 64 heads, one launch."""
+    """A window and entries selected before the launch before, as in most layers: 640 keys, 64 heads, one launch."""
     spec, rng, context = bench.spec, bench.rng, _Context(bench, rows, tokens, 2)
     h, d, window, topk = spec.num_attention_heads, spec.head_dim, spec.sliding_window, spec.index_topk
     ring = window + RING_SPARE
