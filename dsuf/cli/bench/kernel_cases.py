@@ -1,6 +1,6 @@
 """What `dsuf bench kernels` measures of the products: projections, routed experts, router, activation, at a real width.
 
-A family is a name and a function (bench, rows) -> Case | None that sets up operands; None: nothing to measure there.
+A family is a name and a function (bench, rows) -> Case that sets up operands.
 Weights are random and repeat every few thousand rows, so that the reference needs only those.
 """
 
@@ -12,8 +12,9 @@ from functools import partial
 import numpy as np
 
 from dsuf import formats
+from dsuf.cli.bench import kernel_cases_mixing as mixing
 from dsuf.cli.bench.kernel_bench import BF16_ERROR, Bench, Case, relative_error
-from dsuf.cli.bench.kernel_cases_attention import attention, queries_of, selection
+from dsuf.cli.bench.kernel_cases_attention import CONTEXT, LONG_CONTEXT, attention, queries_of, selection
 from dsuf.kernels import engram, expert_plan, experts, pack, project, route
 from dsuf.kernels.catalogue import tile_of
 from dsuf.kernels.stream import scale_stride
@@ -22,22 +23,30 @@ from dsuf.ops import expert as expert_op
 from dsuf.ops import qdq
 from dsuf.ops.route import route as route_op
 
-Family = Callable[[Bench, int], Case | None]
+Family = Callable[[Bench, int], Case]
 PATTERN_ROWS = 4096  # of a weight, before it repeats
 CHECKED = 512  # outputs compared a row
 PATTERN_EXPERTS = 3
 ROUTINGS = 8  # choices of experts that launches take turns with
 
 
-def families(spec_names: tuple[str, ...]) -> dict[str, Family]:
-    """Every family by name; `spec_names` are those of project.projections."""
+def families(spec_names: tuple[str, ...], tokens: int = CONTEXT, long_tokens: int = LONG_CONTEXT) -> dict[str, Family]:
+    """Every family by name; `spec_names` are those of project.projections, `tokens` are of the contexts."""
     found: dict[str, Family] = {name: partial(projection, name) for name in spec_names if name != "index_wq_b"}
+    many, most = {"tokens": tokens}, {"tokens": long_tokens, "ratio": 1}
     return found | {
         "wq_b": partial(queries_of, False), "wq_b_index": partial(queries_of, True),
         "experts_gate_up": partial(routed, "gate_up"), "experts_down": partial(routed, "down"),
         "experts": partial(routed, "whole"), "router": router, "embed": embed, "engram_gather": gather,
-        "engram_gate": gate, "attention_640": attention, "index_scores_16k": partial(selection, "scores"),
-        "select_512_of_16k": partial(selection, "select"), "index_and_select_16k": partial(selection, "both"),
+        "engram_gate": gate, "seam_after_attention": partial(mixing.seam, "attention"),
+        "seam_after_experts": partial(mixing.seam, "experts"), "compress_ratio1": partial(mixing.compressor, 1),
+        "compress_ratio2": partial(mixing.compressor, 2), "window_rows": mixing.window_rows,
+        "index_query": mixing.queries_of_index, "taps_join": mixing.join_taps, "q8_norm": mixing.norm_rows,
+        "attention_640": partial(attention, **many), "index_scores_16k": partial(selection, "scores", **many),
+        "select_512_of_16k": partial(selection, "select", **many),
+        "index_and_select_16k": partial(selection, "both", **many),
+        "index_scores_1m": partial(selection, "scores", **most),
+        "index_and_select_1m": partial(selection, "both", **most),
     }  # fmt: skip
 
 

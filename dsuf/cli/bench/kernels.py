@@ -13,7 +13,7 @@ from dsuf.cli import options
 from dsuf.cli.bench.result import BenchResult, check_thresholds, new_result, write_result
 from dsuf.cli.live import say
 from dsuf.config import BenchOptions, parse_thresholds, read_environment
-from dsuf.errors import CheckFailed, ConfigError, DeviceError
+from dsuf.errors import CheckFailed, ConfigError, DsufError
 
 if TYPE_CHECKING:
     from dsuf.cli.bench.kernel_bench import Bench, Measured
@@ -99,9 +99,8 @@ def run(
         for count in counts:
             for name in names:
                 one = _measured(bench, name, families[name], count, options.repeat, peer)
-                if one is not None:
-                    found.append(one)
-                    show(line(one))
+                found.append(one)
+                show(line(one))
         return _result(device, bench, found, counts, options), [
             f"{one.case.metric}: {one.problem}" for one in found if one.problem
         ]
@@ -116,26 +115,28 @@ def _cubins(chip: str, folder: Path | None) -> Any:
 
 def _measured(
     bench: Bench, name: str, family: Any, rows: int, repeat: int, peer: Callable[..., dict[str, float]] | None
-) -> Measured | None:
+) -> Measured:
     from dsuf.cli.bench.kernel_bench import Case, Measured
 
     try:
         return bench.measure(lambda b: family(b, rows), repeat, peer or (lambda case: {}))
-    except DeviceError as error:
+    except Exception as error:  # of one case: said beside it, and the others go on
         if bench.device.lost is not None:
             raise
-        return Measured(Case(name, rows, [], lambda: 0.0, 0.0, 0), (), 0.0, 0.0, problem=str(error))
+        problem = str(error) if isinstance(error, DsufError) else f"{type(error).__name__}: {error}"
+        return Measured(Case(name, rows, [], lambda: 0.0, 0.0, 0), (), 0.0, 0.0, problem=problem)
 
 
 def line(one: Measured) -> str:
-    """`wq_b r6  12.57 us  3,371 GB/s  floor 9.07  1.39x  error 1.7e-03`, then the peers."""
+    """`wq_b r6  12.57 us  3,371 GB/s  floor 9.07 (bytes)  1.39x  error 1.7e-03`, then the peers."""
     case = one.case
-    head = f"{case.name:18} r{case.rows:<3}"
+    head = f"{case.name:20} r{case.rows:<3}"
     if one.problem:
         return f"{head} WRONG: {one.problem}"
     us, floor = one.median_us, one.floor_us
     over = f"{us / floor:6.2f}x" if floor >= 0.05 else "      -"  # below a launch's own time the ratio says nothing
-    text = f"{head}{us:9.2f} us {case.nbytes / us / 1e3:7,.0f} GB/s  floor {floor:8.2f} {over}  error {one.error:.1e}"
+    moved = f"{case.nbytes / us / 1e3:7,.0f} GB/s"
+    text = f"{head}{us:9.2f} us {moved}  floor {floor:8.2f} ({one.floor_of}) {over}  error {one.error:.1e}"
     return text + "".join(f"  {name} {peer:.2f}" for name, peer in one.peers.items())
 
 
@@ -144,6 +145,7 @@ def _result(
 ) -> BenchResult:
     import msgspec
 
+    from dsuf.cli.bench.gpu_decode import DENSE_BF16_GFLOPS
     from dsuf.cli.bench.kernel_bench import row_of
 
     right = [one for one in found if one.us]
@@ -157,7 +159,7 @@ def _result(
     result = new_result(
         "kernels", options.label, backend="gpu", model={"name": CONFIG},
         params={"rows": list(counts), "seed": options.seed, "cases": {one.case.metric: row_of(one) for one in found}},
-        samples=samples, ceilings={"read_gb_per_s": bench.read_gb_per_s},
+        samples=samples, ceilings={"read_gb_per_s": bench.read_gb_per_s, "bf16_gflops": DENSE_BF16_GFLOPS},
         floor={one.case.metric: one.floor_us for one in right},
     )  # fmt: skip
     return msgspec.structs.replace(result, gpu={"name": device.name, "index": device.index, "sm": device.chip})
