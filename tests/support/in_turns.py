@@ -48,6 +48,7 @@ class Seat:
     def __init__(self, device: Any, table: Table) -> None:
         self._device, self._table = device, table
         self.stretches: list[list[Call]] = [[]]  # what comes before, between and after joins
+        self.pushes = self.joins = 0
         self._captured: list[Call] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -60,9 +61,13 @@ class Seat:
             return
         if do == self._device.launch and args[0].startswith("reduce.join"):
             self.stretches.append([])
+            self.joins += 1
+        self.pushes += do == self._device.launch and args[0].startswith("reduce.push")
         self.stretches[-1].append((do, args, how))
 
     def launch(self, name: str, *args: float, **how: Any) -> None:
+        if name.startswith("reduce.join") and self._captured is None:
+            self._table.early += any(seat.pushes <= self.joins for seat in self._table.seats)
         self.queue(self._device.launch, (name, *args), how)
 
     def copy_async(self, target: int, source: int, nbytes: int) -> None:
@@ -147,7 +152,9 @@ class SeatEvent:
 
 
 class Table:
-    """The seats of all ranks on one device."""
+    """The seats of all ranks on one device. `early`: joins outside of graphs that came before one of their pushes."""
+
+    early = 0
 
     def __init__(self, device: Any, count: int) -> None:
         self.device, self.seats = device, [Seat(device, self) for _ in range(count)]

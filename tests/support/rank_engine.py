@@ -19,10 +19,12 @@ CLOSE = 0.5  # logits between the best two tokens of a row that may change place
 
 def engine_in_turns(folder: Path, device: Any, count: int, *, graphs: bool = True, **options: Any) -> Engine:
     """`count` ranks that a device runs by turns."""
-    chosen = EngineOptions(folder, **options)
-    backend = GpuBackend(chosen, None, Table(device, count).seats, graphs=graphs)
+    chosen, table = EngineOptions(folder, **options), Table(device, count)
+    backend = GpuBackend(chosen, None, table.seats, graphs=graphs)
     backend.load(lambda what, share: None)
-    return Engine(backend, chosen)
+    engine = Engine(backend, chosen)
+    engine.table = table
+    return engine
 
 
 def stop_and_resume(engine: Engine, sequence: Sequence, position: int) -> None:

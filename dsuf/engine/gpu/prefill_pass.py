@@ -6,7 +6,7 @@ truncated  layers before the candidate source on every row, and that layer's com
 
 Twin of prompt_rows.py, which runs the same rows 48 at a time through the decode walk. A row's result does not depend on
 the chunk in which it comes: any lengths leave the same pages, windows, history and carried rows, bit for bit.
-`exact`, `encode` and `decode` are walks for ranks.in_turns, a layer a turn; everything is queued on the current stream.
+`exact`, `encode` and `decode` are walks for ranks.in_turns; everything is queued on the current stream.
 Reference: dsuf.model.reference.prefill; reference model.md 4.
 """
 
@@ -19,6 +19,7 @@ import numpy as np
 
 from dsuf.engine.gpu.prefill_buffers import ChunkBuffers, ChunkRows, carried_bytes, row_table, sizes_of
 from dsuf.engine.gpu.prefill_walk import Chunk
+from dsuf.engine.gpu.ranks import Launch, Turn
 from dsuf.engine.gpu.step_walk import Model
 
 if TYPE_CHECKING:
@@ -41,36 +42,42 @@ class PrefillPass:
         self._events: list[Any] = [None] * TABLES
         self._turn = 0
 
-    def exact(self, slot: int, start: int, ids: np.ndarray, decoder_start: int) -> Iterator[None]:
+    def exact(self, slot: int, start: int, ids: np.ndarray, decoder_start: int) -> Iterator[Turn]:
         """All layers on up to `most_rows` rows."""
-        chunk = self._chunk(slot, start, ids, decoder_start)
+        turn = Turn(self.device, self.model.rank)
+        chunk = self._chunk(slot, start, ids, decoder_start, turn.launch)
         chunk.enter()
         for layer in range(self.model.spec.num_hidden_layers):
             chunk.layer(layer)
-            yield
+            yield turn
         chunk.drafter_windows()
+        yield turn
 
-    def encode(self, slot: int, start: int, ids: np.ndarray) -> Iterator[None]:
+    def encode(self, slot: int, start: int, ids: np.ndarray) -> Iterator[Turn]:
         """Encoder layers, the candidate source's entries, and the decoder's input of the last rows, carried."""
-        chunk, first = self._chunk(slot, start, ids, 0), self.model.spec.decoder_start_layer
+        turn, first = Turn(self.device, self.model.rank), self.model.spec.decoder_start_layer
+        chunk = self._chunk(slot, start, ids, 0, turn.launch)
         chunk.enter()
         for layer in range(first):
             chunk.layer(layer, mix_next=layer + 1 < first)
-            yield
+            yield turn
         chunk.compress(self.model.spec.layers[first])
+        yield turn
         self._carry(slot, start, len(ids), store=True)
 
-    def decode(self, slot: int, start: int, count: int, decoder_start: int) -> Iterator[None]:
+    def decode(self, slot: int, start: int, count: int, decoder_start: int) -> Iterator[Turn]:
         """Decoder layers on carried rows."""
-        chunk, spec = self._chunk(slot, start, np.zeros(count, np.int64), decoder_start), self.model.spec
+        turn, spec = Turn(self.device, self.model.rank), self.model.spec
+        chunk = self._chunk(slot, start, np.zeros(count, np.int64), decoder_start, turn.launch)
         self._carry(slot, start, count, store=False)
         chunk.again(spec.decoder_start_layer)
         for layer in range(spec.decoder_start_layer, spec.num_hidden_layers):
             chunk.layer(layer, compress=layer != spec.decoder_start_layer)
-            yield
+            yield turn
         chunk.drafter_windows()
+        yield turn
 
-    def _chunk(self, slot: int, start: int, ids: np.ndarray, decoder_start: int) -> Chunk:
+    def _chunk(self, slot: int, start: int, ids: np.ndarray, decoder_start: int, launch: Launch | None = None) -> Chunk:
         """Send the row table."""
         place, self._turn = self._turn, (self._turn + 1) % TABLES
         if self._events[place] is not None:
@@ -80,8 +87,8 @@ class PrefillPass:
         self.device.copy_async(self.buffers.table, table.ctypes.data, table.nbytes)
         self._events[place] = self.device.record()
         return Chunk(
-            self.device.launch, self.model, self.buffers, self.rows, (self.most_rows, self.scores_bytes), slot, start,
-            len(ids), decoder_start,
+            launch or self.device.launch, self.model, self.buffers, self.rows, (self.most_rows, self.scores_bytes),
+            slot, start, len(ids), decoder_start,
         )  # fmt: skip
 
     def _carry(self, slot: int, start: int, count: int, *, store: bool) -> None:

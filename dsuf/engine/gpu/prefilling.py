@@ -81,8 +81,7 @@ class Prefilling:
         for at in range(0, len(ids), MOST_ROWS):
             part = ids[at : at + MOST_ROWS]
             in_turns(rows.exact(held.slot, start + at, part, held.decoder_start) for rows in self._few)
-            for rows in self._few:
-                rows.head(len(part))
+            in_turns(rows.head(len(part)) for rows in self._few)
             found += np.argmax(self._few[0].logits(len(part)), axis=-1).tolist()
         return found
 

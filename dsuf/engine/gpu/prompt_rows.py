@@ -6,8 +6,8 @@ truncated  layers before the candidate source on every row, and that layer's com
            last sliding_window rows. What enters the decoder is carried in a ring of that many rows a slot.
 
 Rows write windows, pages, open pairs, history and drafter windows as decode rows do. Nothing is emitted: the prompt's
-last token is the first row of the decode path. `exact`, `encode` and `decode` are walks for ranks.in_turns, a layer a
-turn. Reference: dsuf.model.reference.prefill; reference model.md 4.
+last token is the first row of the decode path. `exact`, `encode` and `decode` are walks for ranks.in_turns.
+Reference: dsuf.model.reference.prefill; reference model.md 4.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 from dsuf.engine.gpu import draft_walk, step_walk
 from dsuf.engine.gpu.buffers import KIND, Rows, prompt_rows
 from dsuf.engine.gpu.launches import Launches
+from dsuf.engine.gpu.ranks import Launch, Turn
 from dsuf.engine.gpu.step_walk import Model, Residual
 from dsuf.kernels import mixes
 from dsuf.kernels.slots import MOST_ROWS, TABLE_BYTES
@@ -56,42 +57,49 @@ class PromptRows:
         self._events: list[object] = [None] * TABLES
         self._turn = 0
 
-    def exact(self, slot: int, start: int, ids: np.ndarray, decoder_start: int) -> Iterator[None]:
+    def exact(self, slot: int, start: int, ids: np.ndarray, decoder_start: int) -> Iterator[Turn]:
         """All layers on up to 48 rows; afterwards work.x is the head's input of each."""
-        m, k = self.model, self._rows_of(slot, start, ids, decoder_start)
+        m, turn = self.model, self._turn_of()
+        k = self._rows_of(slot, start, ids, decoder_start, turn.launch)
         residual = step_walk.enter(k, m)
         for layer in range(m.spec.num_hidden_layers):
             step_walk.layer_walk(k, m, residual, layer)
-            yield
+            yield turn
         draft_walk.windows(k, m)
+        yield turn
 
-    def encode(self, slot: int, start: int, ids: np.ndarray) -> Iterator[None]:
+    def encode(self, slot: int, start: int, ids: np.ndarray) -> Iterator[Turn]:
         """Encoder layers, the candidate source's entries, and the decoder's input into the ring."""
-        m, k = self.model, self._rows_of(slot, start, ids, 0)
+        m, turn = self.model, self._turn_of()
+        k = self._rows_of(slot, start, ids, 0, turn.launch)
         first = m.spec.decoder_start_layer
         residual = step_walk.enter(k, m)
         for layer in range(first):
             step_walk.layer_walk(k, m, residual, layer)
-            yield
+            yield turn
         step_walk.compress_rows(k, m, m.spec.layers[first])
+        yield turn
         self._carry(slot, start, len(ids), residual)
 
-    def decode(self, slot: int, start: int, count: int, decoder_start: int) -> Iterator[None]:
+    def decode(self, slot: int, start: int, count: int, decoder_start: int) -> Iterator[Turn]:
         """Decoder layers on `count` carried rows, at most 48."""
-        m = self.model
-        k = self._rows_of(slot, start, np.zeros(count, np.int64), decoder_start)
+        m, turn = self.model, self._turn_of()
+        k = self._rows_of(slot, start, np.zeros(count, np.int64), decoder_start, turn.launch)
         first = m.spec.decoder_start_layer
         self._fetch(slot, start, count)
         residual = Residual.at(k, m.work, m.weights.layers[first])
         for layer in range(first, m.spec.num_hidden_layers):
             step_walk.layer_walk(k, m, residual, layer, compress=layer != first)
-            yield
+            yield turn
         draft_walk.windows(k, m)
+        yield turn
 
-    def head(self, count: int) -> None:
+    def head(self, count: int) -> Iterator[Turn]:
         """The head over the rows that `exact` ran last."""
-        k = Launches(self.device.launch, self.model.spec, self.rows, count, self.model.rank)
+        turn = self._turn_of()
+        k = Launches(turn.launch, self.model.spec, self.rows, count, self.model.rank)
         step_walk.head(k, self.model, self.model.work.logits)
+        yield turn
 
     def logits(self, count: int) -> np.ndarray:
         """float32 [count, V] that `head` gave; waits for them."""
@@ -99,7 +107,12 @@ class PromptRows:
         raw = self.device.download(m.work.logits, 4 * count * m.spec.vocab_size)
         return raw.view(np.float32).reshape(count, -1)
 
-    def _rows_of(self, slot: int, start: int, ids: np.ndarray, decoder_start: int) -> Launches:
+    def _turn_of(self) -> Turn:
+        return Turn(self.device, self.model.rank)
+
+    def _rows_of(
+        self, slot: int, start: int, ids: np.ndarray, decoder_start: int, launch: Launch | None = None
+    ) -> Launches:
         """Send the row table."""
         place, self._turn = self._turn, (self._turn + 1) % TABLES
         if self._events[place] is not None:
@@ -108,7 +121,7 @@ class PromptRows:
         table[:] = prompt_rows(slot, start, ids, decoder_start, self.model.spec.sliding_window)
         self.device.copy_async(self.rows.table, table.ctypes.data, TABLE_BYTES)
         self._events[place] = self.device.record()
-        return Launches(self.device.launch, self.model.spec, self.rows, len(ids), self.model.rank)
+        return Launches(launch or self.device.launch, self.model.spec, self.rows, len(ids), self.model.rank)
 
     def _carry(self, slot: int, start: int, count: int, residual: Residual) -> None:
         window = self.model.spec.sliding_window

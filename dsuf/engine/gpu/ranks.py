@@ -7,7 +7,7 @@
     total.push(rank, part)                 of every rank, on its own stream
     total.join(rank, out)                  out = sum over ranks, the same bits on each
     ranks.check()
-    in_turns(walk(rank) for every rank)    launches of all, a layer of each at a time
+    in_turns(walk(rank) for every rank)    launches of all, up to a sum of each at a time
 
 Heads, their groups and the head's rows are cut where kernels can take the parts, experts by number; streams, caches,
 indexer, router and the shared expert are whole on every rank, so that all of them choose the same, bit for bit.
@@ -15,15 +15,17 @@ indexer, router and the shared expert are whole on every rank, so that all of th
 The same device may stand for several ranks: then all pushes must be queued before the first join, because a join waits
 on the device for what comes behind it. A join that waits in vain ends after BOUND_US and leaves a fault word.
 
-One host thread queues the work of all ranks. A driver lets the host wait where a device has some thousand launches
-queued, and a device waits at a join for the others: so no rank is ever a layer's launches, or one graph, ahead of them.
+One host thread queues the work of all ranks, and a driver may let it wait until a device is idle: when a kernel is
+launched for the first time, or a thousand launches are queued. A device that waits at a join for what the host has not
+queued yet would then wait in vain. So of launches one by one no join is queued before all ranks' pushes, and graphs are
+made on every rank before any starts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 BOUND_US = 2_000_000  # a step is milliseconds; a rank that is this late is gone
 Launch = Callable[..., None]  # (name, *arguments, grid=(x, y))
 KIND = "exchange"
+JOIN = "reduce.join"  # how the names of kernels begin that wait for other ranks
 STEP_ROWS = (6, 12, 24, MOST_ROWS)  # that a step's exchanges are made for
 
 
@@ -75,11 +78,45 @@ class Rank:
 ALONE = Rank()
 
 
-def in_turns(walks: Iterable[Iterator[None]]) -> None:
-    """Go on with each walk to where it next yields, again and again until all have ended."""
-    left, ended = list(walks), object()
-    while left:
-        left = [walk for walk in left if next(walk, ended) is not ended]
+class Turn:
+    """Launches of one rank's walk: kept until the walks of the others have come as far, if there are others."""
+
+    def __init__(self, device: Device, rank: Rank) -> None:
+        self._device, self._alone = device, rank.count == 1
+        self._kept: list[list[tuple[str, tuple[float, ...], dict[str, Any]]]] = [[]]  # before, between and after joins
+
+    def launch(self, name: str, *args: float, **how: Any) -> None:
+        """Device.launch, now or later."""
+        if self._alone:
+            self._device.launch(name, *args, **how)
+            return
+        if name.startswith(JOIN):
+            self._kept.append([])
+        self._kept[-1].append((name, args, how))
+
+    def send(self, stretch: int) -> None:
+        """Queue what is kept between two joins."""
+        for name, args, how in self._kept[stretch]:
+            self._device.launch(name, *args, **how)
+
+    @property
+    def stretches(self) -> int:
+        """How many are kept."""
+        return len(self._kept)
+
+    def clear(self) -> None:
+        """All are sent."""
+        self._kept = [[]]
+
+
+def in_turns(walks: Iterable[Iterator[Turn]]) -> None:
+    """Run the walks of all ranks to their ends. Each yields its turn where it wants its launches sent."""
+    for turns in zip(*walks, strict=True):
+        for stretch in range(turns[0].stretches):
+            for turn in turns:
+                turn.send(stretch)
+        for turn in turns:
+            turn.clear()
 
 
 class Marks:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dsuf.engine.gpu.all_ranks import AllCopies, AllPages, AllSteps
 from dsuf.engine.gpu.copies import Copies
 from dsuf.engine.gpu.pages import Pages
-from dsuf.engine.gpu.ranks import Ranks, in_turns
+from dsuf.engine.gpu.ranks import Rank, Ranks, Turn, in_turns
 from dsuf.engine.messages import Request, Sampling
 from dsuf.engine.sequence import Trace
 from dsuf.errors import DeviceError
@@ -68,6 +68,7 @@ def test_two_ranks_say_what_one_says_and_go_on_as_if_they_had_stayed(folder: Pat
             two.cancel("ended")
             done.add("ended")
     assert done == {"resumed", "back", "ended"} and len(found["ended"].emitted) < 50
+    assert two.table.seats[0].joins > 50 and two.table.early == 0
     for name, trace in traces.items():
         assert_same_text(found[name].emitted, wanted[name].emitted, trace)
     assert two.backend._pages.free == two.backend._pages.count
@@ -151,13 +152,21 @@ def test_a_step_has_ended_when_all_ranks_say_the_same():
         steps.result(3)
 
 
-def test_launches_of_all_ranks_are_queued_a_layer_at_a_time():
-    said = []
+def test_no_join_is_queued_before_all_ranks_have_pushed():
+    queued = []
 
-    def walk(name, count):
-        for layer in range(count):
-            said.append((name, layer))
-            yield
+    def walk(index, count):
+        turn = Turn(SimpleNamespace(launch=lambda name, grid: queued.append((name, index))), Rank(index, count))
+        for names in (("a", "push", "reduce.join", "b"), ("c",)):
+            for name in names:
+                turn.launch(name, grid=(1, 1))
+            yield turn
 
-    in_turns([walk("a", 2), walk("b", 3)])
-    assert said == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("b", 2)]
+    in_turns([walk(0, 2), walk(1, 2)])
+    assert queued == [
+        ("a", 0), ("push", 0), ("a", 1), ("push", 1), ("reduce.join", 0), ("b", 0), ("reduce.join", 1), ("b", 1),
+        ("c", 0), ("c", 1),
+    ]  # fmt: skip
+    queued.clear()
+    next(walk(0, 1))
+    assert [name for name, _ in queued] == ["a", "push", "reduce.join", "b"]  # nobody to wait for
