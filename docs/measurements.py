@@ -80,7 +80,8 @@ def case_table(result: dict[str, Any], cases: dict[str, dict[str, Any]]) -> str:
         )
         cells = [
             name, number(us), f"{number(metrics[f'min_{name}_us'])} .. {number(metrics[f'max_{name}_us'])}",
-            number(case["bytes"] / 1e6), f"{case['bytes'] / us / 1e3:,.0f}", number(floor), over,
+            number(case["bytes"] / 1e6), f"{case['bytes'] / us / 1e3:,.0f}",
+            number(floor) + (" (operations)" if case.get("floor_of") == "operations" else ""), over,
             f"{case['error']:.1e}", peers,
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")

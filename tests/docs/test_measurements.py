@@ -28,12 +28,15 @@ def test_the_file_is_up_to_date(script: ModuleType):
 def test_kernel_cases_become_lines_with_floor_and_peers(script: ModuleType, tmp_path: Path):
     case = {"bytes": 42_000_000, "floor_us": 9.0, "error": 1.6e-3}
     metrics = {"wq_b_r6_us": 12.0, "min_wq_b_r6_us": 11.9, "max_wq_b_r6_us": 12.5, "wq_b_r6_peer_torch_us": 14.25}
-    cases = {"wq_b_r6": case, "bad_r6": {"problem": "x"}}
+    metrics |= {"scores_r6_us": 60.0, "min_scores_r6_us": 60.0, "max_scores_r6_us": 60.0}
+    scores = {"bytes": 60_000_000, "floor_us": 50.0, "floor_of": "operations", "error": 1e-7}
+    cases = {"wq_b_r6": case, "bad_r6": {"problem": "x"}, "scores_r6": scores}
     result = {"kind": "kernels", "date": "2026-11-29T18:00:00", "gpu": {"name": "a card"}, "metrics": metrics,
               "ceilings": {"read_gb_per_s": 4666.4}, "params": {"cases": cases}}  # fmt: skip
     (tmp_path / "k.json").write_text(json.dumps(result))
     text = script.document(tmp_path)
     assert "| wq_b_r6 | 12 | 11.9 .. 12.5 | 42 | 3,500 | 9 | 1.33 | 1.6e-03 | torch 14.25 |" in text
+    assert "| scores_r6 | 60 | 60 .. 60 | 60 | 1,000 | 50 (operations) | 1.20 |" in text
     assert "| bad_r6 | wrong: x |" in text and "read_gb_per_s 4,666" in text
 
 

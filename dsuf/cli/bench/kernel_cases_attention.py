@@ -177,6 +177,8 @@ def selection(part: str, bench: Bench, rows: int, tokens: int = CONTEXT, ratio: 
         both(context.pools[0])
         seen = int(context.position[0] + 1) // ratio
         got = bench.get(outs[0], (rows, entries), np.float32)[0, :seen]
+        if not np.isfinite(got).all():
+            return float("nan")
         picked = bench.get(chosen, (rows, k), np.int32)[0]
         right = np.array_equal(picked, largest(got[None], k)[0])
         some = np.random.default_rng(seen).permutation(seen)[:CHECKED]
