@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from dsuf.engine.gpu.backend import GpuBackend
 from dsuf.engine.gpu.device import Device
 from dsuf.engine.gpu.measure_prefill import PromptRun
 from dsuf.engine.gpu.prefill_pass import PrefillPass
-from dsuf.engine.gpu.ranks import in_turns
+from dsuf.engine.gpu.ranks import Turn, in_turns
 from dsuf.engine.options import EngineOptions
 from dsuf.engine.sequence import Sequence
 from dsuf.formats import bf16_to_float32
@@ -74,14 +75,14 @@ class Spy:
         """Watch every pass and every launch of attention."""
         encode, decode, launch = PrefillPass.encode, PrefillPass.decode, Device.launch
 
-        def watched_encode(run: PrefillPass, slot: int, start: int, ids: np.ndarray) -> None:
+        def watched_encode(run: PrefillPass, slot: int, start: int, ids: np.ndarray) -> Iterator[Turn]:
             self.chunk, self.layer, self.slot = (run, start, len(ids), False), 0, slot
-            encode(run, slot, start, ids)
+            yield from encode(run, slot, start, ids)
 
-        def watched_decode(run: PrefillPass, slot: int, start: int, count: int, decoder_start: int) -> None:
+        def watched_decode(run: PrefillPass, slot: int, start: int, count: int, decoder_start: int) -> Iterator[Turn]:
             self.chunk, self.layer = (run, start, count, True), run.model.spec.decoder_start_layer
             self.tail.clear()
-            decode(run, slot, start, count, decoder_start)
+            yield from decode(run, slot, start, count, decoder_start)
 
         def watched_launch(device: Device, name: str, *args: float, **options: Any) -> None:
             launch(device, name, *args, **options)
