@@ -32,7 +32,7 @@ class Costs:
     """What steps, passes and copies of one machine and checkpoint take.
 
     The defaults are one H200 with configs/h200x1.json: docs/results/h200-decode-rows*-1k.json (steps with drafting),
-    prefill-h200.json (passes of 4,096 rows at several positions), mix-h200.json (passes of fewer rows, a tail) and
+    prefill-chunks-h200.json (passes of 4,096 rows at several positions), mix-h200.json (passes of fewer rows, a tail) and
     copies-h200.json (the link).
     """
 

@@ -68,7 +68,7 @@ def result(name):
 def test_the_costs_are_those_that_were_measured():
     for rows in (1, 6, 12, 24, 48):
         assert COSTS.step_s(rows) * 1e3 == pytest.approx(result(f"h200-decode-rows{rows}-1k")["step_ms"], rel=0.01)
-    prefill = result("prefill-h200")
+    prefill = result("prefill-chunks-h200")
     for start in (0, 4096, 126_976, 524_288, 1_044_480):
         us = prefill[f"chunk_of_4096_at_{start}_us_a_token"]
         assert COSTS.pass_s(4096, start) * 1e6 == pytest.approx(4096 * us, rel=0.05)
