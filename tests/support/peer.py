@@ -80,7 +80,7 @@ class Peer:
         self._loop.close()
 
     async def _serve(self) -> None:
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while self._connection is None:
             try:
                 self._connection = await wire.connect_async(self._path, list[Command])

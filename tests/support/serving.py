@@ -116,7 +116,8 @@ def running_server(
         thread.start()
         peer = Peer(path, script, engine_ready)
         server = Server(peer, sock.getsockname()[1], app.state.service, lines)
-        wait_until(lambda: app.state.service.link.status is not None)
+        wait_until(lambda: result or app.state.service.link.status is not None, 30)  # machines stand still at times
+        assert not result, f"the server ended at once: {result[0]!r}"
         try:
             yield server
         finally:
