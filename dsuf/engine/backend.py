@@ -10,14 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from dsuf.engine.messages import FinishReason, TokenLogprobs
 from dsuf.engine.sequence import Sequence, StepRecord
 from dsuf.engine.tier import Buffer
 
+if TYPE_CHECKING:
+    import numpy as np
+
+    from dsuf.model.checkpoint import Checkpoint
+
 MOST_REWOUND = 24  # tokens that a sequence can go back, and a snapshot can lie behind
 Progress = Callable[[str, float], None]  # what is being loaded, share of it done 0..1
+ClassMap = Callable[["Checkpoint"], "np.ndarray | None"]  # Engram's class of each token id, of its tokenizer
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from dsuf.engine.backend import Emitted, Limits, Progress, StepCounts
+from dsuf.engine.backend import ClassMap, Emitted, Limits, Progress, StepCounts
 from dsuf.engine.choose import Drafting, choose_tokens, drafts_to_judge, logprobs_of
 from dsuf.engine.options import EngineOptions
 from dsuf.engine.sequence import Sequence, StepRecord
@@ -24,8 +24,6 @@ from dsuf.model.checkpoint import Checkpoint
 from dsuf.model.reference import snapshot
 from dsuf.model.reference.model import Block, Caches, DraftRequest, ReferenceModel
 from dsuf.spec import Spec
-
-ClassMap = Callable[[Checkpoint], np.ndarray | None]
 
 
 @dataclass

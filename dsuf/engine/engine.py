@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from dsuf.engine.backend import MOST_REWOUND, Backend, Emitted, Limits, Progress
+from dsuf.engine.backend import MOST_REWOUND, Backend, ClassMap, Emitted, Limits, Progress
 from dsuf.engine.check import check_request
 from dsuf.engine.constraint import ConstraintFactory
 from dsuf.engine.gate import Gate
@@ -28,15 +28,12 @@ from dsuf.engine.tier import Tier
 from dsuf.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from dsuf.engine.cpu import CpuBackend
     from dsuf.engine.gpu.backend import GpuBackend
     from dsuf.model.checkpoint import Checkpoint
 
 __all__ = ["Engine", "EngineOptions", "Progress", "open_engine"]
 
-ClassMap = Callable[["Checkpoint"], "np.ndarray | None"]
 Grammars = Callable[["Checkpoint"], ConstraintFactory | None]
 TierFactory = Callable[[Limits], Tier | None]
 

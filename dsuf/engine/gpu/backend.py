@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dsuf.engine.backend import Emitted, Limits, Progress, StepCounts
+from dsuf.engine.backend import ClassMap, Emitted, Limits, Progress, StepCounts
 from dsuf.engine.gpu import machines
 from dsuf.engine.gpu.all_ranks import AllCopies, AllPages, AllSteps
 from dsuf.engine.gpu.copies import Copies
@@ -41,9 +41,7 @@ from dsuf.layout import SnapshotLayout, resume_step
 
 if TYPE_CHECKING:
     from dsuf.engine.gpu.device import Device
-    from dsuf.model.checkpoint import Checkpoint
 
-ClassMap = Callable[["Checkpoint"], np.ndarray | None]
 AHEAD = 2  # steps that may be queued and not yet collected
 REASONS: dict[int, FinishReason] = {words.STOP: "stop", words.LENGTH: "length"}
 PAUSE_S = 20e-6  # between looks at the ring
@@ -88,13 +86,13 @@ class GpuBackend:
         self._machine = self.machines[0]
         self.checkpoint = self._machine.checkpoint
         self.host_tables = self._machine.model.weights.host_tables
-        self._graph = self.all_steps = AllSteps([machine.steps for machine in self.machines], ranks)
+        self.all_steps = AllSteps([machine.steps for machine in self.machines], ranks)
         self._copies = AllCopies([Copies(one.pages, lambda: streams(self._held)) for one in self.machines])
         self._pages = AllPages([machine.pages for machine in self.machines], ranks, self._copies.others)
         self._prefilling = Prefilling(self.machines, self._options)
 
     def warm_up(self) -> None:
-        self._graph.warm_up(self._options.max_sequences, drafts=self._options.draft)
+        self.all_steps.warm_up(self._options.max_sequences, drafts=self._options.draft)
         pieces, most = self._prefilling.pieces, self.limits.max_context
         self._rehearse(pieces.rehearsal(min(LEAST_ROWS + 1, most)))  # the very first ones take longer
         for piece, seconds in self._rehearse(pieces.rehearsal(most)):
@@ -183,7 +181,7 @@ class GpuBackend:
 
     def _admit(self, held: Held) -> None:
         """The slot's record: the last token, run by nobody yet, and everything that decides about the next ones."""
-        self._graph.admit(held.slot, admission(held, self._options.verify_threshold))
+        self.all_steps.admit(held.slot, admission(held, self._options.verify_threshold))
         held.decodes = True
 
     # ---- steps
@@ -215,11 +213,11 @@ class GpuBackend:
             masked=any(one.sequence.constraint is not None for one in held),
             logprobs=any(one.logprobs is not None for one in sampling),
         )
-        self._graph.draft(bucket, entries)
+        self.all_steps.draft(bucket, entries)
         failed = self._constrain(held, entries, bucket) if bucket.masked else []
-        number = self._graph.verify(bucket)
+        number = self.all_steps.verify(bucket)
         for one in failed:
-            self._graph.set(one.slot, active=False)
+            self.all_steps.set(one.slot, active=False)
         starts = np.cumsum([0, *(entry.rows for entry in entries)])[:-1]
         self._queued.append(Pass(number, tuple(held), tuple(map(int, starts)), self._ranks.record(), first))
         self._steps += not first
@@ -231,14 +229,14 @@ class GpuBackend:
 
         Rows after a forbidden draft, which is rejected for sure, may be followed by anything.
         """
-        self._graph.score(bucket)
+        self.all_steps.score(bucket)
         self._collect(wait=0)  # what may follow depends on every token so far
-        drafts = self._graph.drafts(entries) if bucket.groups else [[] for _ in entries]
+        drafts = self.all_steps.drafts(entries) if bucket.groups else [[] for _ in entries]
         failed, rows = [], {}
         for index, (one, own) in enumerate(zip(held, drafts, strict=True)):
             if one.sequence.constraint is None:
                 continue
-            masks = self._graph.masks[index, : len(own) + 1]
+            masks = self.all_steps.masks[index, : len(own) + 1]
             kept = one.sequence.constraint.fill(masks, own)
             masks[0 if kept is None else kept + 1 :] = ANY
             rows[index] = len(masks)
@@ -246,7 +244,7 @@ class GpuBackend:
                 failed.append(one)
                 one.generation = -1  # steps under way say nothing of it
                 self._emitted.append(Emitted(one.sequence, [], "error", message=one.sequence.constraint.fault))
-        self._graph.send_masks(rows)
+        self.all_steps.send_masks(rows)
         return failed
 
     # ---- what came out
@@ -264,7 +262,7 @@ class GpuBackend:
     def _collect(self, *, wait: int) -> None:
         """Take in steps that have ended, and wait until at most `wait` are left."""
         while self._queued:
-            done = self._graph.result(self._queued[0].number)
+            done = self.all_steps.result(self._queued[0].number)
             if done is None and len(self._queued) <= wait:
                 return
             if done is None:
@@ -275,12 +273,12 @@ class GpuBackend:
     def _await(self, step: Pass) -> list[Record]:
         """Block until a step has ended. Raises DeviceError where it never will."""
         look = self._clock() + LOOK_S
-        while (done := self._graph.result(step.number)) is None:
+        while (done := self.all_steps.result(step.number)) is None:
             time.sleep(PAUSE_S)
             if self._clock() < look:
                 continue
             look = self._clock() + LOOK_S
-            if step.event.done() and self._graph.result(step.number) is None:
+            if step.event.done() and self.all_steps.result(step.number) is None:
                 named = ", ".join(str(device.index) for device in self._devices)
                 raise DeviceError(f"step {step.number} ended on GPU {named} and left no result.")
         return done
@@ -296,12 +294,12 @@ class GpuBackend:
         count = len(record.emitted)
         kept = None if step.first else step_record(record)
         if sequence.trace is not None and sequence.trace.keep_logits:
-            sequence.trace.logits.extend(self._graph.logits(first_row, count))
+            sequence.trace.logits.extend(self.all_steps.logits(first_row, count))
         if step.first and sequence.trace is not None and sequence.trace.prompt_argmax is not None:
-            sequence.trace.prompt_argmax.append(int(np.argmax(self._graph.logits(first_row, 1)[0])))
+            sequence.trace.prompt_argmax.append(int(np.argmax(self.all_steps.logits(first_row, 1)[0])))
         wanted = sequence.request.sampling.logprobs
         if wanted is not None:
-            told = self._graph.logprobs(step.number, first_row, record.logits, wanted)
+            told = self.all_steps.logprobs(step.number, first_row, record.logits, wanted)
         sequence.emit(record.emitted, last=reason is not None)
         rows_run = 0 if step.first else record.rows
         self._emitted.append(Emitted(sequence, record.emitted, reason, told, kept, rows=rows_run))
@@ -354,7 +352,7 @@ class GpuBackend:
         held = self._held.pop(sequence.id, None)
         if held is not None:
             if held.decodes:
-                self._graph.set(held.slot, active=False)
+                self.all_steps.set(held.slot, active=False)
             self._copies.forget(held.slot)
             self._pages.release(held.slot)
         self._emitted = [item for item in self._emitted if item.sequence is not sequence]

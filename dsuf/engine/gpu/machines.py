@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from dsuf.engine.backend import Progress
+from dsuf.engine.backend import ClassMap, Progress
 from dsuf.engine.gpu.engram_tables import place, place_shares
 from dsuf.engine.gpu.machine import LOOKAHEAD, Machine, exchange_rows, ledgers_of
 from dsuf.engine.gpu.memory import Ledger
@@ -28,8 +28,6 @@ from dsuf.engine.options import EngineOptions
 from dsuf.errors import CheckpointError
 from dsuf.model.checkpoint import Checkpoint
 from dsuf.spec import Spec
-
-ClassMap = Callable[[Checkpoint], np.ndarray | None]
 
 
 def load(

@@ -227,6 +227,6 @@ def played_engine(*, delay: int = 3, slots: int = 16, **options: Any) -> Engine:
         sliding_window=8, engram_max_ngram_size=4, layers=[SimpleNamespace(ratio=2, is_kv_source=True)],
     )  # fmt: skip
     backend._machine = SimpleNamespace(spec=spec, max_context=4096)
-    backend._pages, backend._graph = PlayedPages(slots, 4096), PlayedSteps(slots, delay)
+    backend._pages, backend.all_steps = PlayedPages(slots, 4096), PlayedSteps(slots, delay)
     backend._copies, backend._prefilling = PlayedCopies(), PlayedPrefill()
     return Engine(backend, chosen)

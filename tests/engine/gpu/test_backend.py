@@ -41,7 +41,7 @@ def test_tokens_are_the_same_however_far_the_host_runs_ahead(length, count, draf
     ids, ends = run(engine, request, traces={"a": trace})
     assert ids["a"] == expected(request) and ends["a"].reason == "length"
     assert [token for step in trace.steps for token in step.emitted] == ids["a"][1:]
-    assert engine.backend._graph.deepest <= 2
+    assert engine.backend.all_steps.deepest <= 2
     assert all(len(step.drafted) == (5 if drafting["draft"] else 0) for step in trace.steps)
 
 
@@ -58,7 +58,7 @@ def test_any_batch_gives_each_its_own_text_and_every_step_fits(wanted):
     engine = played_engine()
     ids, _ = run(engine, *requests)
     assert ids == {request.id: expected(request) for request in requests}
-    assert all(sum(rows) <= 48 for rows in engine.backend._graph.rows_run)
+    assert all(sum(rows) <= 48 for rows in engine.backend.all_steps.rows_run)
     assert not engine.backend._pages.held
 
 
@@ -193,7 +193,7 @@ class Timeline(PlayedSteps):
 def test_masks_are_made_while_the_step_scores_and_the_device_never_waits(draft):
     def step_s(*requests):
         plain = played_engine(draft=draft, verify=5, delay=0)
-        steps = plain.backend._graph
+        steps = plain.backend.all_steps
         steps.__class__ = Timeline
         steps.begin()
 

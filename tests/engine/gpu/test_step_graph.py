@@ -64,21 +64,21 @@ def test_prompt_rows_see_their_window_and_no_decoder_row_before_the_first_real_o
 class Recorded(StepGraphs):
     """Walks that launch nothing but a zeroing."""
 
-    def _draft_walk(self, bucket, launch):
+    def _walk(self, half, bucket):
         self.device.zero(self.counters, 4)
-        self.walked.append(("draft", bucket))
+        self.walked.append((half, bucket))
+
+    def _draft_walk(self, bucket, launch):
+        self._walk("draft", bucket)
 
     def _verify_walk(self, bucket, launch):
-        self.device.zero(self.counters, 4)
-        self.walked.append(("verify", bucket))
+        self._walk("verify", bucket)
 
     def _score_walk(self, bucket, launch):
-        self.device.zero(self.counters, 4)
-        self.walked.append(("score", bucket))
+        self._walk("score", bucket)
 
     def _choose_walk(self, bucket, launch):
-        self.device.zero(self.counters, 4)
-        self.walked.append(("choose", bucket))
+        self._walk("choose", bucket)
 
 
 VOCABULARY = 70
