@@ -30,10 +30,10 @@ from tests.support.simt_device import SimtDevice
 TINY = Spec.load(CONFIGS / "tiny.json")
 GREEDY = Sampling(temperature=0)
 IDS = np.random.default_rng(3).integers(3, 250, 7).tolist()
-ROOM = {"max_context": 256, "max_sequences": 4, "cache_tokens": 1024, "prefill_chunk": 2, "prefill": "exact"}
+ROOM = {"max_context": 256, "max_sequences": 4, "cache_tokens": 1024, "prefill_chunk": 3, "prefill": "exact"}
 DRAFTED, PLAIN, ENDED = (
-    Request("drafted", IDS[:4], 2, GREEDY, verify=5), Request("plain", IDS[:1], 3, GREEDY, draft=False),
-    Request("ended", IDS[2:3], 50, GREEDY),
+    Request("drafted", IDS[:5], 2, GREEDY, verify=5), Request("plain", IDS[:2], 4, GREEDY, draft=False),
+    Request("ended", IDS[2:4], 50, GREEDY),
 )  # fmt: skip
 
 
