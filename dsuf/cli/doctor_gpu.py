@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from dsuf.cli import machine
 from dsuf.cli.finding import Finding
 from dsuf.config import Environment, check_number, read_environment
-from dsuf.errors import DeviceError
+from dsuf.errors import ConfigError, DeviceError
+
+if TYPE_CHECKING:
+    from dsuf.kernels.catalogue import Width
+    from dsuf.spec import Spec
 
 REAL = "v41-flash"
 MOST_RANKS = 64
@@ -25,6 +30,8 @@ def examine(environment: Environment) -> Iterator[Finding]:
         finding, chip = _device(gpu)
         chips |= {chip} - {None}
         yield finding
+    if len(found.devices) > 1:
+        yield _together(found)
     for chip in sorted(chips):
         yield _kernels(chip, environment)
     yield _tables()
@@ -54,6 +61,14 @@ def _device(gpu: machine.Gpu) -> tuple[Finding, str | None]:
         what = f"{what}: kernels for {chip} compile, no such GPU has run them yet"
         return Finding("note", what, "`dsuf bench kernels` compares each with its reference"), chip
     return Finding("ok", what), chip
+
+
+def _together(found: machine.Gpus) -> Finding:
+    if found.apart:
+        pairs = ", ".join(f"{one} and {other}" for one, other in found.apart)
+        what = f"GPUs that do not reach each other's memory, so that no engine runs over both: {pairs}"
+        return Finding("note", what, "name GPUs of one NVLink or PCIe fabric with --gpus, or one alone")
+    return Finding("ok", f"all {len(found.devices)} GPUs reach each other's memory: an engine can run over several")
 
 
 def _kernels(chip: str, environment: Environment) -> Finding:
@@ -97,6 +112,7 @@ def _tables() -> Finding:
 def loading(ckpt: str, ranks: int) -> Iterator[Finding]:
     """What loading a checkpoint (folder, config.json, built-in name) onto so many GPUs takes, by phase."""
     from dsuf.engine.gpu import engram_tables
+    from dsuf.engine.gpu.launches import width_of
     from dsuf.engine.gpu.load_plan import phases
     from dsuf.model.synthetic import load_config
     from dsuf.spec import Spec
@@ -105,6 +121,12 @@ def loading(ckpt: str, ranks: int) -> Iterator[Finding]:
     check_number("--ranks", ranks, 1, MOST_RANKS, whole=True)
     found = str(resolve(ckpt, cache_dir=read_environment().cache_dir)) if ckpt == TOY else ckpt
     spec = Spec.from_config(load_config(found))
+    try:
+        width = width_of(spec)
+    except ConfigError as error:
+        yield Finding("note", f"{ckpt} on a GPU: {error}", "--gpus 0 is the CPU backend, which runs any checkpoint")
+        return
+    yield from _refused(spec, width, ranks)
     gpus = machine.find_gpus().devices
     memory = min((gpu.memory_bytes for gpu in gpus), default=H200_BYTES)
     weights = max(sum(phase.device[rank] for phase in phases(spec, ranks, "host")) for rank in range(ranks))
@@ -119,6 +141,16 @@ def loading(ckpt: str, ranks: int) -> Iterator[Finding]:
     )
     for phase in phases(spec, ranks, placement, engram_tables.forecast(spec).page_bytes):
         yield Finding("ok", phase.line())
+
+
+def _refused(spec: Spec, width: Width, ranks: int) -> Iterator[Finding]:
+    """Why an engine would not start over so many GPUs; what loading would take is told all the same."""
+    from dsuf.engine.gpu.open import check_shares
+
+    try:
+        check_shares(spec, width, ranks)
+    except ConfigError as error:
+        yield Finding("note", f"an engine would refuse to start: {error}", "give --ranks, and --gpus, such a number")
 
 
 H200_BYTES = 150_109_880_320

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import subprocess
@@ -30,6 +31,7 @@ class Gpus:
     devices: tuple[Gpu, ...]
     driver: str | None = None  # highest CUDA version that the driver serves, "13.0"
     problem: str | None = None
+    apart: tuple[tuple[int, int], ...] = ()  # pairs of which one does not reach the other's memory
 
 
 def cpu_name() -> str:
@@ -87,15 +89,20 @@ def find_gpus() -> Gpus:
     version = driver.cuDriverGetVersion()[1]
     count = driver.cuDeviceGetCount()[1]
     attribute = driver.CUdevice_attribute
-    found = []
-    for index in range(count):
-        device = driver.cuDeviceGet(index)[1]
+    found, handles = [], [driver.cuDeviceGet(index)[1] for index in range(count)]
+    for index, device in enumerate(handles):
         major = driver.cuDeviceGetAttribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)[1]
         minor = driver.cuDeviceGetAttribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)[1]
         name = driver.cuDeviceGetName(128, device)[1].split(b"\0")[0].decode()
         found.append(Gpu(index, name, f"sm_{major}{minor}", driver.cuDeviceTotalMem(device)[1]))
     problem = None if found else "the NVIDIA driver shows no GPU to this process (is CUDA_VISIBLE_DEVICES empty?)"
-    return Gpus(tuple(found), driver=f"{version // 1000}.{version % 1000 // 10}", problem=problem)
+    apart = tuple(
+        (one, other)
+        for one, other in itertools.combinations(range(count), 2)
+        if not driver.cuDeviceCanAccessPeer(handles[one], handles[other])[1]
+        or not driver.cuDeviceCanAccessPeer(handles[other], handles[one])[1]
+    )
+    return Gpus(tuple(found), f"{version // 1000}.{version % 1000 // 10}", problem, apart)
 
 
 def git_commit(folder: Path) -> str | None:

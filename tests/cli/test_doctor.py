@@ -79,8 +79,8 @@ def test_more_blas_threads_than_cores_are_a_note(environment):
 class TestGpus:
     @pytest.fixture
     def machine_with(self, monkeypatch):
-        def there(name="NVIDIA H200", sm="sm_90", driver="13.0"):
-            gpus = Gpus((Gpu(0, name, sm, 150 * 10**9),), driver=driver)
+        def there(name="NVIDIA H200", sm="sm_90", driver="13.0", count=1, apart=()):
+            gpus = Gpus(tuple(Gpu(i, name, sm, 150 * 10**9) for i in range(count)), driver=driver, apart=apart)
             monkeypatch.setattr(machine, "find_gpus", lambda: gpus)
 
         return there
@@ -108,6 +108,27 @@ class TestGpus:
         machine_with("NVIDIA B200", "sm_100")
         found = finding(environment, "NVIDIA B200")
         assert found.mark == "note" and "kernels for sm_100a compile, no such GPU has run them yet" in found.what
+
+    def test_several_are_told_whether_one_engine_can_run_over_them(self, environment, machine_with):
+        machine_with()
+        assert not any("each other's memory" in found.what for found in doctor.examine(environment))
+        machine_with(count=4)
+        assert finding(environment, "all 4 GPUs reach each other's memory").mark == "ok"
+        machine_with(count=4, apart=((0, 2), (1, 2)))
+        found = finding(environment, "do not reach each other's memory")
+        assert found.mark == "note" and found.what.endswith(": 0 and 2, 1 and 2") and "--gpus" in found.fix
+
+    def test_a_number_of_gpus_that_an_engine_refuses_is_said_beside_the_plan(self, environ, capsys):
+        assert run_command(["doctor", "--ckpt", "v41-flash", "--ranks", "8"]) == 0
+        text = capsys.readouterr().out
+        assert "an engine would refuse to start: 8 GPUs cannot share this checkpoint" in text
+        assert "Name 1, 2, 4 GPUs" in text and "v41-flash on 8 x " in text
+
+    def test_a_checkpoint_without_kernels_has_no_plan_and_says_why(self, environ, capsys):
+        assert run_command(["doctor", "--ckpt", "noise"]) == 0
+        text = capsys.readouterr().out
+        assert "noise on a GPU: no GPU kernels are made for this checkpoint's dimensions" in text
+        assert "noise on 1 x" not in text
 
     def test_the_released_checkpoint_is_planned_by_rank_and_phase(self, environ, capsys):
         assert run_command(["doctor", "--ckpt", "v41-flash", "--ranks", "4"]) == 0

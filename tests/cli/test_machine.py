@@ -87,6 +87,7 @@ class PlayedDriver:
     )
     status = CUresult.CUDA_SUCCESS
     count = 2
+    blind = ()
 
     def cuInit(self, flags):
         return (self.status,)
@@ -109,6 +110,9 @@ class PlayedDriver:
     def cuDeviceTotalMem(self, device):
         return self.status, 150 * 10**9
 
+    def cuDeviceCanAccessPeer(self, device, other):
+        return self.status, int((device, other) not in self.blind)
+
 
 @pytest.fixture
 def driver(monkeypatch):
@@ -120,6 +124,11 @@ def driver(monkeypatch):
 def test_gpus_are_read_from_the_driver(driver):
     found = find_gpus()
     assert found == Gpus((H200, Gpu(1, "NVIDIA H200", "sm_90", 150 * 10**9)), driver="13.0")
+
+
+def test_two_of_which_one_does_not_reach_the_other_are_apart(driver):
+    driver.count, driver.blind = 3, ((2, 0),)
+    assert find_gpus().apart == ((0, 2),)
 
 
 def test_a_driver_that_does_not_start_is_named(driver):
