@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import typer
 
 from dsuf.cli import options
@@ -18,8 +17,6 @@ from dsuf.config import MAX_NEW_TOKENS, BenchOptions, SamplingFlags, check_numbe
 
 if TYPE_CHECKING:
     from dsuf.engine.options import EngineOptions
-
-PROMPT_RECIPE = "tetris"  # the prompt when none is given: that of the published demo
 
 
 @measured(repeat=5, warmup=2)
@@ -55,7 +52,7 @@ def decode(
     """Measure decode speed: tokens per second, time of a step, tokens a step emits."""
     from dsuf.cli.bench.decoding import decode_floor, decode_request, decode_samples
     from dsuf.cli.bench.floor import expected_distinct_experts
-    from dsuf.cli.bench.gpu_decode import named
+    from dsuf.cli.bench.gpu_decode import card_of
 
     check_number("--batch", batch, 1, 256, whole=True)
     check_number("--max-new", max_new, 1, MAX_NEW_TOKENS, whole=True)
@@ -84,10 +81,8 @@ def decode(
     }  # fmt: skip
     result = new_result(
         "decode", bench.label, backend=session.engine.limits.backend, model=session.model(), params=params,
-        samples=samples, ceilings=ceilings, floor=floor,
+        samples=samples, ceilings=ceilings, floor=floor, gpu=card_of(session.engine),
     )  # fmt: skip
-    if session.engine.limits.backend == "gpu":
-        result = msgspec.structs.replace(result, gpu=named([m.device for m in session.engine.backend.machines]))
     write_result(result, bench.output, bench.ci_json)
     print_table(result)
     spec = session.checkpoint.spec
@@ -120,9 +115,8 @@ def decode_config(config: str, engine: EngineOptions, batch: int, bench: BenchOp
     model = {"name": config, "path": "", "revision": "random", "quant": "fp8 with fp4 experts", "bytes": 0}
     result = new_result(
         "decode", bench.label, backend="gpu", model=model, params=params, samples=found.samples,
-        ceilings=found.ceilings, floor=found.floor,
+        ceilings=found.ceilings, floor=found.floor, gpu=found.gpu,
     )  # fmt: skip
-    result = msgspec.structs.replace(result, gpu=found.gpu)
     write_result(result, bench.output, bench.ci_json)
     print_table(result)
     for line in gpu_decode.profile_lines(found) if found.kernels else ():

@@ -22,6 +22,7 @@ from dsuf.spec import Spec
 if TYPE_CHECKING:
     import numpy as np
 
+    from dsuf.engine.engine import Engine
     from dsuf.engine.gpu.backend import GpuBackend
     from dsuf.engine.gpu.device import Device
     from dsuf.engine.gpu.measure import StepRun
@@ -174,6 +175,11 @@ def named(devices: Sequence[Device]) -> dict[str, str | int]:
     first = devices[0]
     several = {"count": len(devices)} if len(devices) > 1 else {}
     return {"name": first.name, "chip": first.chip, "memory": first.memory()[1], **several}
+
+
+def card_of(engine: Engine) -> dict[str, str | int] | None:
+    """The `gpu` of a bench object about a checkpoint's engine; None on the CPU."""
+    return named([machine.device for machine in engine.backend.machines]) if engine.limits.backend == "gpu" else None
 
 
 def read_ceiling(device: Device) -> float:

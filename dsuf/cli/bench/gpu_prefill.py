@@ -39,7 +39,7 @@ class Outcome:
     floors: dict[int, dict[str, float]]
     kernels: dict[str, tuple[int, float]]  # launches and microseconds of the profiled prompt
     families: dict[str, dict[str, float]]
-    memory: dict[str, int]
+    memory: dict[str, int]  # of all GPUs together
 
 
 def options_for(engine: EngineOptions, lengths: tuple[int, ...]) -> EngineOptions:
@@ -67,7 +67,7 @@ def measure(
     counts = {length: min(length, most) for length in lengths}
     with opened(engine, spec) as devices:
         device, count = devices[0], len(devices)
-        free = device.memory()[0]
+        free = [one.memory()[0] for one in devices]
         backend = GpuBackend(engine, None, devices, synthetic=config)
         backend.load(lambda what, share: None)
         run, samples = PromptRun(backend), []
@@ -79,7 +79,9 @@ def measure(
                 {f"prefill_{length}_s": took for length, took in times.items()}
                 | {f"prefill_{length}_tokens_per_s": counts[length] / took for length, took in times.items()}
             )
-        memory = {"planned": backend.machine.ledger.planned, "used": free - device.memory()[0], **backend.ledger()}
+        used = sum(before - one.memory()[0] for before, one in zip(free, devices, strict=True))
+        planned = sum(one.ledger.planned for one in backend.machines)
+        memory = {"planned": planned, "used": used, **backend.ledger()}
         ceilings = {"read_gb_per_s": count * read_ceiling(device), "bf16_gflops": count * run.product_flops() / 1e9}
         floors = {length: floor(spec, config, counts[length], ceilings) for length in lengths}
         profiled = min(max(counts.values()), PROFILED)

@@ -31,14 +31,14 @@ def kv(
 
     lengths, nbytes = parse_token_counts(tokens), parse_bytes("--size", size)
     engine = prepare(ckpt, engine_options(gpus, numerics, prefill_mode, "on", "auto", None))
-    samples, model, backend = restored_and_computed(ckpt, engine, lengths, bench)
+    samples, model, backend, gpu = restored_and_computed(ckpt, engine, lengths, bench)
     for sample in samples:
         sample |= path_rates(nbytes) | look_ups()
     params = {
         "tokens": list(lengths), "size": nbytes, "numerics": engine.numerics, "prefill": prefill_mode,
         "seed": bench.seed,
     }  # fmt: skip
-    result = new_result("kv", bench.label, backend=backend, model=model, params=params, samples=samples)
+    result = new_result("kv", bench.label, backend=backend, model=model, params=params, samples=samples, gpu=gpu)
     write_result(result, bench.output, bench.ci_json)
     print_table(result)
     print(headline(result.metrics, max(lengths)), flush=True)

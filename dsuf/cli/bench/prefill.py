@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import typer
 
 from dsuf.cli import options
@@ -35,6 +34,7 @@ def prefill(
     bench: BenchOptions,
 ) -> None:
     """Measure prefill: the time to read a prompt, for several lengths."""
+    from dsuf.cli.bench.gpu_decode import card_of
     from dsuf.cli.bench.prefilling import prefill_floors, prefill_samples
 
     lengths = parse_token_counts(tokens)
@@ -56,7 +56,7 @@ def prefill(
     }  # fmt: skip
     result = new_result(
         "prefill", bench.label, backend=session.engine.limits.backend, model=session.model(), params=params,
-        samples=samples, ceilings=ceilings, floor=floors[max(lengths)],
+        samples=samples, ceilings=ceilings, floor=floors[max(lengths)], gpu=card_of(session.engine),
     )  # fmt: skip
     write_result(result, bench.output, bench.ci_json)
     print_table(result)
@@ -82,9 +82,8 @@ def prefill_config(
     model = {"name": config, "path": "", "revision": "random", "quant": "fp8 with fp4 experts", "bytes": 0}
     result = new_result(
         "prefill", bench.label, backend="gpu", model=model, params=params, samples=found.samples,
-        ceilings=found.ceilings, floor=found.floors[max(lengths)],
+        ceilings=found.ceilings, floor=found.floors[max(lengths)], gpu=found.gpu,
     )  # fmt: skip
-    result = msgspec.structs.replace(result, gpu=found.gpu)
     write_result(result, bench.output, bench.ci_json)
     print_table(result)
     for line in gpu_prefill.profile_lines(found) if found.kernels else ():

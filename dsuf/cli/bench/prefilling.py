@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dsuf.cli.bench.ceilings import cpu_ceilings
 from dsuf.cli.bench.floor import prefill_floor, weight_costs
+from dsuf.cli.bench.gpu_decode import ceilings_of
 from dsuf.cli.live import progress
 from dsuf.cli.run import generate
 from dsuf.cli.session import Session
@@ -45,9 +46,12 @@ def prefill_samples(session: Session, lengths: tuple[int, ...], bench: BenchOpti
 
 def prefill_floors(session: Session, lengths: tuple[int, ...]) -> tuple[dict[str, float], dict[int, dict[str, float]]]:
     """(ceilings measured now, floor of each length)."""
-    options, checkpoint = session.engine.options, session.checkpoint
-    read_bytes = sum(layer.nbytes for layer in weight_costs(checkpoint).layers)
-    ceilings = cpu_ceilings(int(read_bytes), NUMERICS[options.numerics].dtype.name)
+    engine, options, checkpoint = session.engine, session.engine.options, session.checkpoint
+    if engine.limits.backend == "gpu":
+        ceilings = ceilings_of([machine.device for machine in engine.backend.machines])
+    else:
+        read_bytes = sum(layer.nbytes for layer in weight_costs(checkpoint).layers)
+        ceilings = cpu_ceilings(int(read_bytes), NUMERICS[options.numerics].dtype.name)
     return ceilings, {length: prefill_floor(checkpoint, length, options.prefill, ceilings) for length in lengths}
 
 

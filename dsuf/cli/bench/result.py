@@ -54,8 +54,9 @@ def new_result(
     samples: list[dict[str, float]],
     ceilings: dict[str, float] | None = None,
     floor: dict[str, float] | None = None,
+    gpu: dict[str, str | int] | None = None,
 ) -> BenchResult:
-    """A bench object of this moment and this machine. A GPU backend adds its card when it exists."""
+    """A bench object of this moment and this machine; `gpu` is the card, or cards, of a GPU backend."""
     return BenchResult(
         kind=kind,
         label=label,
@@ -64,7 +65,7 @@ def new_result(
         git_commit=git_commit(Path(__file__).parents[3]),
         backend=backend,
         machine={"cpu": cpu_name(), "cores": cpu_cores(), "ram": memory_bytes()[0]},
-        gpu=None,
+        gpu=gpu,
         model=model,
         params=params,
         ceilings=ceilings or {},

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dsuf.cli.bench.gpu_decode import card_of
 from dsuf.cli.bench.prefilling import prompt_ids
 from dsuf.cli.kv import KvFlags, agent_options
 from dsuf.cli.live import progress
@@ -33,8 +34,9 @@ STATUS_S = 10.0
 
 def restored_and_computed(
     ckpt: str, engine: EngineOptions, lengths: tuple[int, ...], bench: BenchOptions
-) -> tuple[list[dict[str, float]], dict[str, str | int], str]:
-    """One sample a repeat: for each length the first token without and with a saved prefix, and how much was saved.
+) -> tuple[list[dict[str, float]], dict[str, str | int], str, dict[str, str | int] | None]:
+    """(samples, model, backend, gpu). One sample a repeat: for each length the first token without and with a saved
+    prefix, and how much was saved.
 
     Raises PromptError for a length that the checkpoint's context does not hold.
     """
@@ -66,7 +68,7 @@ def restored_and_computed(
             client.close()
         finally:
             agent.stop()
-    return samples, session.model(), session.engine.limits.backend
+    return samples, session.model(), session.engine.limits.backend, card_of(session.engine)
 
 
 def _miss_and_hit(session: Session, client: EngineClient, length: int, number: int, seed: int) -> dict[str, float]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dsuf.cli.bench import gpu_decode, gpu_prefill
+from dsuf.cli.bench.prefilling import prefill_floors
 from dsuf.engine.options import EngineOptions
 from dsuf.errors import CheckFailed, ConfigError
 from dsuf.model.synthetic import load_config
@@ -177,3 +178,22 @@ def test_prefill_is_held_against_the_same_ceiling(played, monkeypatch):
     found = gpu_prefill.measure(CONFIG, options, (8192,), repeat=2, warmup=1, profile=True)
     assert found.ceilings == {"read_gb_per_s": pytest.approx(1000, rel=1e-6), "bf16_gflops": 7e5}
     assert found.samples[0]["prefill_8192_tokens_per_s"] == pytest.approx(20_000)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_prompts_of_a_checkpoint_are_held_against_the_cards_that_read_them(count):
+    checkpoint = gpu_decode.Described(SPEC, CONFIG)
+    options, limits = EngineOptions("none", gpus=tuple(range(count))), SimpleNamespace(backend="gpu")
+    backend = SimpleNamespace(machines=[SimpleNamespace(device=Device()) for _ in range(count)])
+    engine = SimpleNamespace(options=options, limits=limits, backend=backend)
+    ceilings, floors = prefill_floors(SimpleNamespace(engine=engine, checkpoint=checkpoint), (8192,))
+    assert ceilings["read_gb_per_s"] == pytest.approx(1000 * count, rel=1e-6)
+    of_config = gpu_prefill.floor(SPEC, CONFIG, 8192, ceilings)
+    assert floors[8192]["us"] == pytest.approx(of_config["dense products_us"] + of_config["experts_us"])
+    assert gpu_decode.card_of(engine) == {
+        "name": "a card", "chip": "sm_90a", "memory": 2 * 10**9, **({"count": 2} if count == 2 else {})
+    }  # fmt: skip
+
+
+def test_the_cpu_is_no_card():
+    assert gpu_decode.card_of(SimpleNamespace(limits=SimpleNamespace(backend="cpu"))) is None

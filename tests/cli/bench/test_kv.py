@@ -38,7 +38,7 @@ def test_a_saved_prefix_is_faster_than_computing_it(tmp_path):
 def test_no_prompt_finds_a_part_of_another_though_points_inside_them_are_saved():
     engine = prepare("toy", engine_options("0", "qdq64", "truncated", "on", "auto", None))
     bench = BenchOptions(repeat=2, warmup=0)
-    samples, _, _ = restored_and_computed("toy", replace(engine, resume_every=128), (300, 400), bench)
+    samples, *_ = restored_and_computed("toy", replace(engine, resume_every=128), (300, 400), bench)
     assert [sample["cached_300"] for sample in samples] == [298, 298]
 
 
@@ -46,7 +46,7 @@ def test_a_prefix_is_looked_for_once_its_copies_have_ended(monkeypatch):
     ended, asked = CpuBackend.copied, iter(range(1 << 20))
     monkeypatch.setattr(CpuBackend, "copied", lambda self: ended(self) if next(asked) % 8 == 7 else 0)
     engine = prepare("toy", engine_options("0", "qdq64", "truncated", "on", "auto", None))
-    samples, _, _ = restored_and_computed("toy", engine, (300,), BenchOptions(repeat=2, warmup=0))
+    samples, *_ = restored_and_computed("toy", engine, (300,), BenchOptions(repeat=2, warmup=0))
     assert [sample["cached_300"] for sample in samples] == [298, 298]
 
 
@@ -54,7 +54,7 @@ def test_a_prefix_is_looked_for_once_it_is_digested(monkeypatch):
     digests = saves._digests
     monkeypatch.setattr(saves, "_digests", lambda *args: time.sleep(0.3) or digests(*args))
     engine = prepare("toy", engine_options("0", "qdq64", "truncated", "on", "auto", None))
-    samples, _, _ = restored_and_computed("toy", engine, (300,), BenchOptions(repeat=1, warmup=0))
+    samples, *_ = restored_and_computed("toy", engine, (300,), BenchOptions(repeat=1, warmup=0))
     assert [sample["cached_300"] for sample in samples] == [298]
 
 
