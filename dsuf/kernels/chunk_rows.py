@@ -19,7 +19,7 @@ import numpy as np
 
 from dsuf.kernels.catalogue import Entry, Width
 from dsuf.kernels.chunk_seam import put_product_order, q8_values
-from dsuf.kernels.experts import silu
+from dsuf.kernels.hidden import silu
 from dsuf.kernels.lang import Kernel, f32, inline, int32, int64, kernel, regs, s32, s64, unroll
 from dsuf.kernels.ptx.convert import bf16_high, bf16_low, fmax, fmin, round_bf16
 from dsuf.kernels.ptx.memory import ldg_u16, ldg_u32x4, stg_u16

@@ -33,17 +33,16 @@ class Shape:
     shared_width: int
     shared_run: int
     shared_chunks: int
-    up_tiles: int  # distance from a gate tile to its up tile in the shared weight; 0: the tiles of an item are adjacent
     team: int
     stage: int  # bytes
 
     @classmethod
-    def of(cls, k: int, most: int, items: int, tiles: int, runs: int, up_tiles: int, team: int) -> Shape:
+    def of(cls, k: int, most: int, items: int, tiles: int, runs: int, team: int) -> Shape:
         """For weights of k columns in FP4 chunks of up to `most`."""
         width, shared_width = chunk_width(k, most), chunk_width(k)
         run, shared_run = tiles // runs * fp4_chunk_bytes(k, most), shared_width * ROWS + FP8_SCALES
-        return cls(items, tiles, runs, width, run, k // width, shared_width, shared_run, k // shared_width, up_tiles,
-                   team, max(runs * run, shared_run))  # fmt: skip
+        return cls(items, tiles, runs, width, run, k // width, shared_width, shared_run, k // shared_width, team,
+                   max(runs * run, shared_run))  # fmt: skip
 
     @property
     def groups(self) -> int:
@@ -108,8 +107,6 @@ def aim(state: Any, shape: Any, w: Any, shared: Any, records: Any) -> None:
         step = state[STEP]
         place = int32(item % shape.items * shape.tiles)
         tile = int32(step % shape.tiles)
-        if shape.up_tiles > 0:
-            place = int32(place // 2 + tile // 2 * (shape.up_tiles - 2))
         chunk = int32(state[PART] + step // shape.tiles * shape.team)
         state[AT] = shared + (int64(place + tile) * shape.shared_chunks + chunk) * shape.shared_run
         state[LEFT] = int32(1)

@@ -19,7 +19,6 @@ from __future__ import annotations
 from typing import Any
 
 from dsuf.kernels.catalogue import Entry, Width
-from dsuf.kernels.experts import silu
 from dsuf.kernels.gemm import (
     FP4,
     FP4_NIBBLES,
@@ -37,6 +36,7 @@ from dsuf.kernels.gemm import (
     turn,
 )
 from dsuf.kernels.gemm_tensor import WEIGHT_TILE, end_tensor, multiply_tensor, start_tensor, turn_tensor
+from dsuf.kernels.hidden import silu
 from dsuf.kernels.lang import Kernel, f32, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
 from dsuf.kernels.plan import MOST_EXPERTS, job_of, read_plan, tiles_of
 from dsuf.kernels.ptx.convert import (

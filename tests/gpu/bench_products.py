@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from dsuf import __version__, formats
 from dsuf.kernels import dense, grouped, pack, plan
-from dsuf.kernels.experts import GATE_UP_CHUNK
+from dsuf.kernels.gate_up import GATE_UP_CHUNK
 from dsuf.kernels.launch import Cubin, Launcher, read_folder, write_folder
 
 CHIP = "sm_90a"

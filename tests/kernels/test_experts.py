@@ -8,6 +8,7 @@ import pytest
 from dsuf import formats
 from dsuf.kernels import expert_plan, pack
 from dsuf.kernels import experts as family
+from dsuf.kernels import gate_up as gate_up_family
 from dsuf.ops import qdq
 from dsuf.ops.expert import swiglu
 from tests.kernels.helpers import BF16_STEP, assert_near, execute, fp4_weight, fp8_weight, values
@@ -19,11 +20,11 @@ SCALE = 2.0**family.SHIFT
 class Layer:
     """Random experts, packed and dequantised."""
 
-    def __init__(self, rng: np.random.Generator, d: int, i: int, chip: str):
+    def __init__(self, rng: np.random.Generator, d: int, i: int, chip: str, experts: int = EXPERTS):
         self.d, self.i, self.chip = d, i, chip
-        raw = [[fp4_weight(rng, *shape) for shape in ((i, d), (i, d), (d, i))] for _ in range(EXPERTS)]
+        raw = [[fp4_weight(rng, *shape) for shape in ((i, d), (i, d), (d, i))] for _ in range(experts)]
         self.dense = [[formats.dequantise_fp4_rows(*w).astype(np.float64) for w in one] for one in raw]
-        self.w13 = np.stack([family.pack_gate_up(one[0], one[1], chip) for one in raw])
+        self.w13 = np.stack([gate_up_family.pack_gate_up(one[0], one[1], chip) for one in raw])
         self.w2 = np.stack([family.pack_down(one[2], chip) for one in raw])
         shared = fp8_weight(rng, 2 * i, d), fp8_weight(rng, d, i)
         both, down = (formats.dequantise_fp8_blocks(*w).astype(np.float64) for w in shared)
@@ -45,12 +46,12 @@ def run_layer(layer: Layer, x, chosen, weights, grid: int = 2):
     plan = expert_plan.plan_of(chosen, rows * topk)
     h = np.full(((topk + 1) * rows, layer.i), np.nan, np.float16)
     y, shared_y = np.full((rows * topk, layer.d), 0x7FC0, np.uint16), np.full((rows, layer.d), 0x7FC0, np.uint16)
-    shape = {"d": layer.d, "i": layer.i, "chip": layer.chip, "stages": 2, "pairs": 144}
+    shape = {"d": layer.d, "i": layer.i, "chip": layer.chip, "pairs": 144}
     all_weights = weights.astype(np.float32).ravel()
-    gate_up = family.make_gate_up(warps=4, team=2, **shape)
+    gate_up = gate_up_family.make_gate_up(**shape)
     arguments = [layer.w13, layer.shared_gate_up, x16, plan, all_weights, h, rows, topk, LIMIT]
     execute(gate_up, arguments, grid=(grid, 1))
-    down = family.make_down(warps=2, team=1, **shape)
+    down = family.make_down(warps=2, team=1, stages=2, **shape)
     execute(down, [layer.w2, layer.shared_down, h, plan, y, shared_y, rows, topk], grid=(grid, 1))
     return exact, h.astype(np.float64) / SCALE, y, shared_y
 
@@ -74,7 +75,7 @@ def check_layer(layer: Layer, exact, h, y, shared_y, chosen, weights) -> None:
                 assert (y[pair] == 0x7FC0).all() and np.isnan(h[pair]).all()  # nothing is written
                 continue
             check_pair(layer, expert, exact[row], weights[row, slot], h[pair], y[pair])
-        check_pair(layer, EXPERTS, exact[row], 1.0, h[rows * topk + row], shared_y[row])
+        check_pair(layer, len(layer.dense) - 1, exact[row], 1.0, h[rows * topk + row], shared_y[row])
 
 
 @pytest.mark.parametrize(
@@ -114,6 +115,16 @@ def test_a_row_is_the_same_bits_in_any_crowd_and_on_any_number_of_blocks():
     for rows in (1, 6):
         assert np.array_equal(seen[rows][0], seen[16][0][: 2 * rows])
         assert np.array_equal(seen[rows][1], seen[16][1][:rows])
+
+
+def test_a_plan_of_more_words_than_a_block_has_threads():
+    rng, rows, experts = np.random.default_rng(6), 40, 48
+    layer = Layer(rng, 64, 64, "sm_90a", experts)
+    chosen = np.sort(rng.permuted(np.tile(np.arange(experts), (rows, 1)), axis=1)[:, :2], axis=1).astype(np.int32)
+    assert expert_plan.plan_of(chosen, 2 * rows)[0] * expert_plan.PLAN_RECORD > gate_up_family.THREADS
+    weights = rng.uniform(0.1, 1.5, chosen.shape)
+    exact, *out = run_layer(layer, rng.standard_normal((rows, 64)), chosen, weights)
+    check_layer(layer, exact, *out, chosen, weights.astype(np.float32))
 
 
 def test_small_and_large_rows():

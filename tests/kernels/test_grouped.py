@@ -7,7 +7,7 @@ import pytest
 
 from dsuf import formats
 from dsuf.kernels import grouped, pack, plan
-from dsuf.kernels.experts import GATE_UP_CHUNK
+from dsuf.kernels.gate_up import GATE_UP_CHUNK
 from dsuf.ops.expert import swiglu
 from tests.kernels.helpers import BF16_STEP, assert_near, execute, fp4_weight, values
 from tests.kernels.test_dense import ORDER, decoded

@@ -15,7 +15,7 @@ from dsuf import formats
 from dsuf.cli.bench import kernel_cases_mixing as mixing
 from dsuf.cli.bench.kernel_bench import BF16_ERROR, Bench, Case, relative_error
 from dsuf.cli.bench.kernel_cases_attention import CONTEXT, LONG_CONTEXT, attention, queries_of, selection
-from dsuf.kernels import engram, expert_plan, experts, pack, project, route
+from dsuf.kernels import engram, expert_plan, experts, gate_up, pack, project, route
 from dsuf.kernels.catalogue import tile_of
 from dsuf.kernels.stream import scale_stride
 from dsuf.ops import engram as engram_op
@@ -112,7 +112,7 @@ class _Layer:
         shapes = ((self.i, self.d), (self.i, self.d), (self.d, self.i))
         raw = [[self._fp4(n, k) for n, k in shapes] for _ in range(PATTERN_EXPERTS)]
         self.dense = [[formats.dequantise_fp4_rows(*w).astype(np.float64) for w in one] for one in raw]
-        w13 = np.stack([experts.pack_gate_up(one[0], one[1], chip) for one in raw])
+        w13 = np.stack([gate_up.pack_gate_up(one[0], one[1], chip) for one in raw])
         w2 = np.stack([experts.pack_down(one[2], chip) for one in raw])
         self.w13 = bench.repeated(w13, w13[0].nbytes * self.count)
         self.w2 = bench.repeated(w2, w2[0].nbytes * self.count)

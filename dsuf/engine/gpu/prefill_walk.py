@@ -13,7 +13,7 @@ from dsuf.engine.gpu.launches import Launch, Launches
 from dsuf.engine.gpu.prefill_buffers import ChunkBuffers, ChunkRows, history_slots, scores_pitch
 from dsuf.engine.gpu.step_walk import Model
 from dsuf.kernels import chunk_index, chunk_rows, chunk_seam
-from dsuf.kernels.experts import GATE_UP_CHUNK
+from dsuf.kernels.gate_up import GATE_UP_CHUNK
 from dsuf.kernels.latents import MOST_ROWS, window_row_bytes
 from dsuf.kernels.mixes import STREAMS
 from dsuf.kernels.pack import BF16_CHUNK, FP8_CHUNK, chunk_width

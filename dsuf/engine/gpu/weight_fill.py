@@ -19,8 +19,8 @@ from dsuf import formats
 from dsuf.engine.gpu.weight_plan import Part
 from dsuf.engine.gpu.weights import Weights
 from dsuf.kernels import pack
-from dsuf.kernels.experts import GATE_UP_CHUNK
 from dsuf.kernels.fill import BLOCKS
+from dsuf.kernels.gate_up import GATE_UP_CHUNK
 from dsuf.model.inventory import Parameter, parameters
 from dsuf.model.synthetic import arrays, statistics
 

@@ -19,7 +19,7 @@ from dsuf import formats
 from dsuf.engine.gpu.weight_plan import PAIR_TILES, Part
 from dsuf.engine.gpu.weights import Progress, Weights, fp8_share, quantised, share
 from dsuf.kernels import pack
-from dsuf.kernels.experts import GATE_UP_CHUNK
+from dsuf.kernels.gate_up import GATE_UP_CHUNK
 
 if TYPE_CHECKING:
     from dsuf.engine.gpu.device import Event

@@ -21,7 +21,7 @@ from typing import Literal
 
 from dsuf.engine.gpu.ranks import Rank
 from dsuf.kernels import pack
-from dsuf.kernels.experts import GATE_UP_CHUNK
+from dsuf.kernels.gate_up import GATE_UP_CHUNK
 from dsuf.spec import Spec
 
 Layout = Literal["plain", "fp8", "bf16", "w13", "w2", "qk"]

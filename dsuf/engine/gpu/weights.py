@@ -20,7 +20,7 @@ from dsuf.engine.gpu.weight_plan import PAIR_TILES, Part, plan
 from dsuf.errors import CheckpointError
 from dsuf.kernels import engram as engram_kernels
 from dsuf.kernels import pack, rope
-from dsuf.kernels.experts import GATE_UP_CHUNK
+from dsuf.kernels.gate_up import GATE_UP_CHUNK
 from dsuf.kernels.ptx.fragments import FP4_SHIFT, FP8_SHIFT
 from dsuf.ops.engram import hashes
 from dsuf.ops.rope import frequencies
