@@ -40,6 +40,12 @@ def expanded(name: str) -> Kernel:
     raise KeyError(name)
 
 
+@cache
+def with_shared(name: str, shared: int) -> Kernel:
+    """The kernel of an entry with another amount of shared memory: one object, as the interpreter keeps programs of."""
+    return replace(expanded(name), shared=shared)
+
+
 class SimtEvent:
     """Everything has ended already."""
 
@@ -164,7 +170,7 @@ class SimtDevice:
             for (_, kind), value in zip(kernel.parameters, args, strict=True)
         ]
         if shared is not None and shared != kernel.shared:
-            kernel = replace(kernel, shared=shared)
+            kernel = with_shared(name, shared)
         self._do(lambda: self._run(name, kernel, values, grid))
 
     @property
