@@ -119,7 +119,7 @@ def choose_gpus(flag: str | None) -> tuple[int, ...]:
     """Devices to use for --gpus `flag`; () is the CPU backend.
 
     Raises DeviceError, with what was found, when more is asked for than there is or than the engine runs on: fewer are
-    never taken in silence. Without the flag: the first that the engine runs on, else the CPU.
+    never taken in silence. Without the flag: all of one kind that the engine runs on, else the CPU.
     """
     if flag is None:
         return _usable_gpus()
@@ -139,12 +139,19 @@ def choose_gpus(flag: str | None) -> tuple[int, ...]:
 
 
 def _usable_gpus() -> tuple[int, ...]:
-    """The first GPU that the engine runs on; no driver is asked where no device file is."""
+    """The first GPU that the engine runs on, and others of its kind that reach it and each other; no driver is asked
+    where no device file is.
+    """
     if not any(path.exists() for path in DEVICE_FILES):
         return ()
     found = find_gpus()
     major, _, minor = (found.driver or "0.0").partition(".")
     if 1000 * int(major) + 10 * int(minor) < OLDEST_DRIVER:
         return ()
-    usable = [gpu.index for gpu in found.devices if gpu.sm in {f"sm_{a}{b}" for a, b in CHIPS}]
-    return tuple(usable[:1])
+    usable = [gpu for gpu in found.devices if gpu.sm in {f"sm_{a}{b}" for a, b in CHIPS}]
+    chosen: list[int] = []
+    for gpu in usable:
+        alike = gpu.name == usable[0].name and not any((one, gpu.index) in found.apart for one in chosen)
+        if alike and len(chosen) < MOST_GPUS:
+            chosen.append(gpu.index)
+    return tuple(chosen)

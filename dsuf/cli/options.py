@@ -16,7 +16,7 @@ Ckpt = Annotated[
 ]
 Gpus = Annotated[
     str | None,
-    typer.Option("--gpus", help="A count (4), devices (0,1 or 3,), or 0 for the CPU. Default: one, if there is any."),
+    typer.Option("--gpus", help="A count (4), devices (0,1 or 3,), or 0 for the CPU. Default: all that can share."),
 ]
 Numerics = Annotated[
     str | None,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dsuf.engine.engine import Engine, TierFactory
     from dsuf.engine.options import EngineOptions
     from dsuf.model.checkpoint import Checkpoint
+    from dsuf.spec import Spec
     from dsuf.text.prompt import ChatText
 
 
@@ -114,28 +115,36 @@ def prepare(ckpt: str, options: EngineOptions) -> EngineOptions:
     if ckpt in expectations:
         say(expectations[ckpt])
     options = replace(options, ckpt=folder)
-    if options.gpus and not options.gpus_named and not _has_kernels(folder):
-        say("The GPU is not used: no kernels are made for the dimensions of this checkpoint.")
-        plain, budget_s = type(options), options.prefill_budget_s
-        return replace(
-            options,
-            gpus=(),
-            numerics=plain.numerics,
-            prefill_chunk=plain.prefill_chunk,
-            prefill_budget_s=plain.prefill_budget_s if budget_s == GPU_BUDGET_S else budget_s,
-        )
-    return options
-
-
-def _has_kernels(folder: Path) -> bool:
-    from dsuf.engine.gpu.launches import width_of
+    if not options.gpus or options.gpus_named:
+        return options
     from dsuf.spec import Spec
 
     try:
-        width_of(Spec.load(folder / "config.json"))
+        return shared_out(options, Spec.load(folder / "config.json"))
     except ConfigError:
-        return False
-    return True
+        say("The GPU is not used: no kernels are made for the dimensions of this checkpoint.")
+    plain, budget_s = type(options), options.prefill_budget_s
+    return replace(
+        options,
+        gpus=(),
+        numerics=plain.numerics,
+        prefill_chunk=plain.prefill_chunk,
+        prefill_budget_s=plain.prefill_budget_s if budget_s == GPU_BUDGET_S else budget_s,
+    )
+
+
+def shared_out(options: EngineOptions, spec: Spec) -> EngineOptions:
+    """Of GPUs that nobody named as many as can share a checkpoint; says so where some stay idle. Raises ConfigError
+    where no kernels are made for it.
+    """
+    from dsuf.engine.gpu.open import most_sharing
+
+    if not options.gpus or options.gpus_named:
+        return options
+    count = most_sharing(spec, len(options.gpus))
+    if count < len(options.gpus):
+        say(f"{count} of {len(options.gpus)} GPUs are used: the parts of this checkpoint must be equal.")
+    return replace(options, gpus=options.gpus[:count])
 
 
 def open_session(ckpt: str, options: EngineOptions, tier: TierFactory | None = None) -> Session:

@@ -56,13 +56,23 @@ def test_a_gpu_that_is_there_is_used(monkeypatch, flag):
     assert choose_gpus(flag) == (0,)
 
 
-def test_several_are_used_where_they_are_named_and_one_where_none_is(monkeypatch, tmp_path):
+def test_several_are_used_where_they_are_named_and_as_many_as_an_engine_takes_where_none_is(monkeypatch, tmp_path):
     many = Gpus(tuple(Gpu(i, "NVIDIA H200", "sm_90", 150 * 10**9) for i in range(16)), driver="13.0")
     monkeypatch.setattr(machine, "DEVICE_FILES", (tmp_path,))
     monkeypatch.setattr(machine, "find_gpus", lambda: many)
-    assert choose_gpus("2") == (0, 1) and choose_gpus("3,1") == (3, 1) and choose_gpus(None) == (0,)
+    assert choose_gpus("2") == (0, 1) and choose_gpus("3,1") == (3, 1) and choose_gpus(None) == tuple(range(8))
     with pytest.raises(DeviceError, match="runs on 8 GPUs at most"):
         choose_gpus("9")
+
+
+def test_without_a_flag_only_gpus_of_the_first_ones_kind_that_reach_each_other_are_used(monkeypatch, tmp_path):
+    names = ("NVIDIA H200", "NVIDIA H200", "NVIDIA H100", "NVIDIA H200")
+    gpus = tuple(Gpu(i, name, "sm_90", 150 * 10**9) for i, name in enumerate(names))
+    monkeypatch.setattr(machine, "DEVICE_FILES", (tmp_path,))
+    for apart, chosen in (((), (0, 1, 3)), (((1, 3),), (0, 1)), (((0, 1), (0, 3), (1, 3)), (0,))):
+        found = Gpus(gpus, driver="13.0", apart=apart)
+        monkeypatch.setattr(machine, "find_gpus", lambda found=found: found)
+        assert choose_gpus(None) == chosen
 
 
 def test_a_machine_without_gpus_says_why(monkeypatch):

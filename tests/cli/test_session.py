@@ -27,6 +27,16 @@ def test_the_built_in_checkpoint_runs_on_it(an_h200, environ):
     assert chosen.gpus == (0,) and chosen.prefill_chunk > 64 and chosen.numerics == "bf16"
 
 
+def test_as_many_gpus_as_can_share_the_checkpoint_are_used_and_it_is_said_where_some_are_not(
+    an_h200, environ, monkeypatch, capsys
+):
+    gpus = tuple(Gpu(i, "NVIDIA H200", "sm_90", 150 * 10**9) for i in range(3))
+    monkeypatch.setattr(machine, "find_gpus", lambda: Gpus(gpus, driver="13.0"))
+    assert options("toy").gpus == (0, 1)
+    assert "2 of 3 GPUs are used" in capsys.readouterr().err
+    assert options("toy", gpus="3").gpus == (0, 1, 2)  # the engine refuses them, and says which numbers can
+
+
 def test_a_checkpoint_without_kernels_runs_on_the_cpu_and_it_is_said(an_h200, environ, capsys):
     chosen = options("noise")
     assert chosen.gpus == () and chosen.prefill_chunk == 64 and chosen.numerics == "qdq64"

@@ -12,7 +12,7 @@ from dsuf.cli.bench.flags import measured
 from dsuf.cli.bench.result import check_thresholds, new_result, write_result
 from dsuf.cli.bench.table import print_table
 from dsuf.cli.live import say
-from dsuf.cli.session import engine_options, open_session
+from dsuf.cli.session import engine_options, open_session, shared_out
 from dsuf.config import MAX_NEW_TOKENS, BenchOptions, SamplingFlags, check_number
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ def decode_config(config: str, engine: EngineOptions, batch: int, bench: BenchOp
     """The same for a config with random weights on a GPU, over a context of random pages."""
     from dsuf.cli.bench import gpu_decode
     from dsuf.model.synthetic import load_config
+    from dsuf.spec import Spec
 
     check_number("--context", plan["context"], 1, 1 << 20, whole=True)
     check_number("--steps", plan["steps"], 1, 10_000, whole=True)
@@ -104,6 +105,7 @@ def decode_config(config: str, engine: EngineOptions, batch: int, bench: BenchOp
     verify = None if engine.verify == "auto" else engine.verify
     chosen = gpu_decode.StepPlan(batch=batch, draft=engine.draft, verify=verify, **plan)
     loaded = load_config(config)
+    engine = shared_out(engine, Spec.from_config(loaded))
     found = gpu_decode.measure(loaded, gpu_decode.options_for(engine, chosen), chosen, bench.repeat, bench.warmup)
     params = {
         "config": config, "batch": batch, "draft": engine.draft, "verify": engine.verify, **plan,

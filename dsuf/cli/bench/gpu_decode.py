@@ -75,7 +75,7 @@ def options_for(engine: EngineOptions, plan: StepPlan) -> EngineOptions:
     if not engine.gpus:
         raise ConfigError("--config makes the weights on a GPU: give --gpus 1.")
     if len(engine.gpus) > 1 and (plan.profile or plan.twins):
-        raise ConfigError("--profile and --twins launch kernels one by one, where ranks would wait: use one GPU.")
+        raise ConfigError("--profile and --twins launch kernels one by one, where ranks would wait: give --gpus 1.")
     room = plan.context + (plan.steps + 8) * 64
     return replace(
         engine, ckpt=Path(), max_context=room, max_sequences=plan.batch, cache_tokens=plan.batch * (room + 128)

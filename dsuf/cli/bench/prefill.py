@@ -11,7 +11,7 @@ from dsuf.cli.bench.flags import measured
 from dsuf.cli.bench.result import check_thresholds, new_result, write_result
 from dsuf.cli.bench.table import print_table
 from dsuf.cli.live import say
-from dsuf.cli.session import engine_options, open_session
+from dsuf.cli.session import engine_options, open_session, shared_out
 from dsuf.config import BenchOptions, parse_token_counts
 
 if TYPE_CHECKING:
@@ -70,9 +70,11 @@ def prefill_config(
     """The same for a config with random weights on a GPU."""
     from dsuf.cli.bench import gpu_prefill
     from dsuf.model.synthetic import load_config
+    from dsuf.spec import Spec
 
-    chosen = gpu_prefill.options_for(engine, lengths)
-    found = gpu_prefill.measure(load_config(config), chosen, lengths, bench.repeat, bench.warmup, profile=profile)
+    loaded = load_config(config)
+    chosen = gpu_prefill.options_for(shared_out(engine, Spec.from_config(loaded)), lengths)
+    found = gpu_prefill.measure(loaded, chosen, lengths, bench.repeat, bench.warmup, profile=profile)
     params = {
         "config": config, "tokens": list(lengths), "prefill": engine.prefill, "chunk": chosen.prefill_chunk,
         "resume_every": chosen.resume_every, "repeat": bench.repeat, "warmup": bench.warmup, "memory": found.memory,

@@ -78,6 +78,12 @@ def check_shares(spec: Spec, width: Width, count: int) -> None:
         )
 
 
+def most_sharing(spec: Spec, count: int) -> int:
+    """How many GPUs, of `count`, can share a checkpoint at most. Raises ConfigError without kernels for it."""
+    width = width_of(spec)
+    return max(n for n in range(1, count + 1) if _can_share(spec, width, n))
+
+
 def _can_share(spec: Spec, width: Width, count: int) -> bool:
     heads = Rank(0, count).share(spec).num_attention_heads
     experts = (spec.n_routed_experts, spec.dspark_n_routed_experts)
