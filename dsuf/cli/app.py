@@ -1,4 +1,5 @@
-"""The `dsuf` command: one subcommand a file, errors as one clear message, exit codes 0 ok, 1 check, 2 usage, 3 machine.
+"""The `dsuf` command: one subcommand a file, errors as one clear message, exit codes 0 ok, 1 check, 2 usage, 3 machine;
+128 and its number where a signal ends it.
 
 Command modules import only what their flags need; NumPy, the engine and the server are imported inside the functions,
 so that `dsuf --help` answers at once.
@@ -7,11 +8,8 @@ so that `dsuf --help` answers at once.
 from __future__ import annotations
 
 import errno
-import io
-import os
 import signal
 import sys
-from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
@@ -20,7 +18,7 @@ try:
     import typer
 
     from dsuf import __version__
-    from dsuf.cli import build, doctor, drain, repro, run, serve, synth
+    from dsuf.cli import build, doctor, drain, repro, run, serve, streams, synth
     from dsuf.cli.bench import compare, decode, kernels, kv, prefill
     from dsuf.cli.bench import serve as bench_serve
     from dsuf.errors import DsufError, EnvironmentProblem
@@ -65,24 +63,39 @@ app.add_typer(bench, name="bench")
 def main() -> None:
     """Run one command and end the process with its exit code."""
     signal.signal(signal.SIGTERM, _on_terminate)
-    _mend_streams()
+    streams.mend()
     sys.exit(run_command(sys.argv[1:]))
 
 
 def run_command(arguments: list[str]) -> int:
-    """Run `dsuf` with `arguments`; returns the exit code. Only DsufError is turned into a message, and a full disk."""
+    """Run `dsuf` with `arguments`; returns the exit code.
+
+    Only DsufError is turned into a message, and a full disk; nobody hears of a reader that is gone (`| head`).
+    """
+    try:
+        return _run(arguments)
+    except BrokenPipeError:
+        if not (descriptors := streams.unread()):
+            raise
+        streams.discard(descriptors)
+        return streams.UNREAD
+
+
+def _run(arguments: list[str]) -> int:
     try:
         try:
             app(arguments, prog_name="dsuf")
         finally:
             sys.stdout.flush()  # what cannot be written is told here, not while the interpreter ends
     except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError) and end.code == 1:
+            raise end.__context__ from None  # Typer's answer to any broken pipe, also of a socket
         return end.code if isinstance(end.code, int) else int(bool(end.code))
     except OSError as error:
         if error.errno not in _UNWRITABLE:
             raise
         print(f"dsuf: the output cannot be written: {error.strerror}.", file=sys.stderr)
-        _discard_output()
+        streams.discard([sys.stdout.fileno()])
         return EnvironmentProblem.exit_code
     except DsufError as error:
         print(f"dsuf: {error}", file=sys.stderr)
@@ -90,21 +103,6 @@ def run_command(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     return 0
-
-
-def _mend_streams() -> None:
-    """Let no character that the terminal lacks end a command, nor a stream that the caller has closed."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - for the whole process
-        elif isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-
-
-def _discard_output() -> None:
-    """What is still buffered cannot be written either; the interpreter would try, and end with a status of its own."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _on_terminate(number: int, frame: FrameType | None) -> None:

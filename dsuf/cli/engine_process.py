@@ -23,6 +23,7 @@ from dsuf.cli.child import start_deaf
 from dsuf.cli.kv import AgentProcess
 from dsuf.cli.live import progress, say
 from dsuf.cli.session import class_map_of
+from dsuf.cli.streams import outliving
 from dsuf.engine.engine import Engine, Progress, open_engine
 from dsuf.engine.options import EngineOptions
 from dsuf.engine.service import serve_engine
@@ -61,8 +62,8 @@ class EngineProcess:
     def start(self) -> None:
         """Start it; it connects to the socket as soon as somebody listens."""
         process = multiprocessing.get_context("spawn").Process(
-            target=serve_engine,
-            args=(self.socket_path, functools.partial(_open, self._options, self._kv_socket)),
+            target=outliving,
+            args=(serve_engine, self.socket_path, functools.partial(_open, self._options, self._kv_socket)),
             name="dsuf-engine",
         )
         self._process = process  # before it is there: an interrupt on the way leaves one that `stop` can end

@@ -18,6 +18,7 @@ from dsuf import wire
 from dsuf.cli.child import start_deaf
 from dsuf.cli.live import say
 from dsuf.cli.machine import memory_bytes
+from dsuf.cli.streams import outliving
 from dsuf.config import Environment
 from dsuf.errors import ConfigError, DsufError, EnvironmentProblem
 
@@ -153,7 +154,7 @@ class AgentProcess:
         from dsuf.kv.process import serve_agent
 
         process = multiprocessing.get_context("spawn").Process(
-            target=serve_agent, args=(self.options,), name="dsuf-kv-agent"
+            target=outliving, args=(serve_agent, self.options), name="dsuf-kv-agent"
         )
         self._process = process  # before it is there: an interrupt on the way leaves one that `stop` can end
         start_deaf(process)  # it goes on until the server has drained

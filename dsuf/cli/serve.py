@@ -15,6 +15,7 @@ import typer
 from dsuf.cli import kv, options
 from dsuf.cli.live import say
 from dsuf.cli.session import engine_options, prepare, say_defaults
+from dsuf.cli.streams import lasting
 from dsuf.config import check_number, private_folder, read_api_keys, read_environment
 
 if TYPE_CHECKING:
@@ -116,7 +117,8 @@ def serve(
             kv_socket = kept.socket_path if kept is not None else None
             process = EngineProcess(folder / "engine.sock", engine, kv_socket, engine_timeout)
             ready_line = f"dsuf serves {ckpt}, ready on {address}"
-            code = serve_with_engine(process, text, server, sock, ready_line, agent)
+            with lasting():
+                code = serve_with_engine(process, text, server, sock, ready_line, agent)
     raise typer.Exit(code)
 
 
