@@ -133,7 +133,12 @@ def test_an_interrupt_while_the_command_is_imported_ends_without_a_traceback():
         (["bench", "decode", "--steps", "5", "--profile"], "--steps, --profile are for a --config. Leave them out."),
         (["bench", "decode", "--config", "tiny", "--tokens", "x"], "--tokens is not for a --config"),
         (["bench", "prefill", "--profile"], "--profile is for a --config. Leave it out."),
-        (["bench", "decode", "--max-new", "0"], "--max-new is 0; expected a whole number from 1"),
+        (["bench", "decode", "--max-tokens", "0"], "--max-tokens is 0; expected a whole number from 1"),
+        (["bench", "decode", "--max-new", "0"], "--max-tokens is 0; expected a whole number from 1"),
+        (
+            ["bench", "decode", "--config", "tiny", "--max-tokens", "9", "--ignore-eos"],
+            "--max-tokens, --ignore-eos are",
+        ),
     ],
 )
 def test_a_benchmark_refuses_flags_that_would_have_no_effect(arguments, told, capsys):

@@ -18,12 +18,16 @@ from dsuf.config import MAX_NEW_TOKENS, BenchOptions, SamplingFlags, check_numbe
 if TYPE_CHECKING:
     from dsuf.engine.options import EngineOptions
 
+DEFAULT_TOKENS = 128
+
 
 @measured(repeat=5, warmup=2)
 def decode(
     prompt: Annotated[Path | None, typer.Option("--prompt", help="Text file. Default: the demo's prompt.")] = None,
     tokens: Annotated[Path | None, typer.Option("--tokens", help="JSON file with a list of token ids.")] = None,
-    max_new: Annotated[int, typer.Option("--max-new", help="Tokens to emit in each repeat.")] = 128,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "--max-new", help="Most tokens to emit in each repeat.")
+    ] = DEFAULT_TOKENS,
     batch: Annotated[int, typer.Option("--batch", help="Sequences that run at once.")] = 1,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end-of-text token.")] = False,
     temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.0,
@@ -55,14 +59,17 @@ def decode(
     from dsuf.cli.bench.gpu_decode import card_of
 
     check_number("--batch", batch, 1, 256, whole=True)
-    check_number("--max-new", max_new, 1, MAX_NEW_TOKENS, whole=True)
-    prompted = {"--prompt": prompt, "--tokens": tokens, "--ckpt": ckpt != options.DEFAULT_CKPT}
+    check_number("--max-tokens", max_tokens, 1, MAX_NEW_TOKENS, whole=True)
+    prompted = {
+        "--prompt": prompt, "--tokens": tokens, "--max-tokens": max_tokens != DEFAULT_TOKENS,
+        "--ignore-eos": ignore_eos, "--temperature": temperature, "--ckpt": ckpt != options.DEFAULT_CKPT,
+    }  # fmt: skip
     of_config = {"--context": context != 1024, "--steps": steps != 20, "--inject-accept": inject_accept is not None}
     if config is None:
         options.refuse({**of_config, "--profile": profile, "--twins": twins}, "for a --config")
     else:
         options.refuse(prompted, "not for a --config, which has random weights and contexts")
-    sampling = SamplingFlags(temperature=temperature, seed=bench.seed, max_tokens=max_new)
+    sampling = SamplingFlags(temperature=temperature, seed=bench.seed, max_tokens=max_tokens)
     engine = engine_options(gpus, numerics, prefill, draft, verify, None, max_sequences=batch)
     if config is not None:
         plan = {"context": context, "steps": steps, "accept": inject_accept, "profile": profile, "twins": twins}
@@ -75,7 +82,7 @@ def decode(
     for sample in samples:
         sample["time_over_floor"] = sample["step_ms"] * 1e3 / floor["us"]
     params = {
-        "max_new": max_new, "batch": batch, "ignore_eos": ignore_eos, "temperature": temperature, "draft": draft,
+        "max_tokens": max_tokens, "batch": batch, "ignore_eos": ignore_eos, "temperature": temperature, "draft": draft,
         "verify": verify, "numerics": session.engine.options.numerics, "prefill": prefill, "repeat": bench.repeat,
         "warmup": bench.warmup, "seed": bench.seed, "gpus": gpus, "prompt": str(prompt or tokens or "recipe tetris"),
     }  # fmt: skip

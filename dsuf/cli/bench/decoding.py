@@ -112,7 +112,9 @@ def sample_of(stats: list[Stats]) -> dict[str, float]:
     """One repeat's values; tokens per second are of all sequences together, the first token of each left out."""
     iterations = sum(item.iterations for item in stats)
     if not iterations:
-        raise ConfigError("Nothing was decoded: the answer ended with its first token. Use --ignore-eos or --max-new.")
+        raise ConfigError(
+            "Nothing was decoded: the answer ended with its first token. Use --ignore-eos or --max-tokens."
+        )
     decoded = sum(item.completion_tokens - 1 for item in stats)
     histogram = [sum(counts) for counts in zip_longest(*(item.accepted_histogram for item in stats), fillvalue=0)]
     return {
