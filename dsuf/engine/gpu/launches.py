@@ -23,7 +23,7 @@ from dsuf.spec import Spec
 if TYPE_CHECKING:
     from dsuf.engine.gpu.weights import BlockWeights
 
-SCORE_BLOCKS = 132  # of index.scores, which walks its rows itself; two on an SM were 20 us a step slower from 1 K to 1 M
+SCORE_BLOCKS = 132  # of index.scores, which walks its rows itself; two an SM took 20 us a step longer, from 1 K to 1 M
 FIXED = (
     "hidden_size", "moe_intermediate_size", "num_attention_heads", "head_dim", "qk_rope_head_dim", "q_lora_rank",
     "o_groups", "o_lora_rank", "index_n_heads", "index_head_dim", "hc_mult", "hc_sinkhorn_iters", "engram_head_dim",
