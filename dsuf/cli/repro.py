@@ -34,7 +34,10 @@ TITLES = {
 def repro(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Recipe: tetris, mix or h200.")],
     url: Annotated[str | None, typer.Option("--url", help="A running server. Default: start one and stop it.")] = None,
-    runs: Annotated[int, typer.Option("--runs", help="Send the request this often and report the ranges.")] = 1,
+    runs: Annotated[
+        int | None,
+        typer.Option("--runs", help="How often to send the request, or to measure. Default: once, or the recipe's."),
+    ] = None,
     save: Annotated[Path | None, typer.Option("--save", help="Write the page of the first answer here.")] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Check the page; exit 1 when it is not what was asked.")
@@ -73,19 +76,22 @@ def repro(
     if open_page:
         kept = {"--output": output, "--ci-json": ci_json, "--fail-below": fail_below, "--fail-above": fail_above}
         options.refuse(
-            {"--save": save, "--check": check} | kept, "not for --open: the page sends the request by itself"
+            {"--save": save, "--check": check, "--runs": runs} | kept,
+            "not for --open: the page sends the request by itself",
         )
+    repeats = {} if runs is None else {"repeat": runs}
     if recipe.command == BENCH_DECODE:
         shared = {"gpus": gpus, "label": label, "output": output, "fail_below": fail_below, "fail_above": fail_above}
-        _run_decode(recipe, repeat=runs, **{flag: value for flag, value in shared.items() if value})
+        _run_decode(recipe, **{flag: value for flag, value in shared.items() if value}, **repeats)
         return
     if recipe.command == BENCH_SERVE:
         shared = {
             "url": url, "ckpt": ckpt, "gpus": gpus, "draft": draft, "verify": verify, "label": label or f"repro {name}",
             "output": output, "ci_json": ci_json, "fail_below": fail_below, "fail_above": fail_above,
         }  # fmt: skip
-        _run_bench(recipe, repeat=runs, **shared)
+        _run_bench(recipe, **shared, **repeats)
         return
+    runs = 1 if runs is None else runs
     bench = BenchOptions(
         repeat=runs, warmup=0, label=label, output=output, ci_json=ci_json,
         thresholds=parse_thresholds(fail_below or [], fail_above or []),

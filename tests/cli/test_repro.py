@@ -100,6 +100,7 @@ def test_exit_statuses(flags, status):
         (["h200", "--url", "http://x"], "--url is not for h200"),
         (["h200", "--verify", "3"], "--verify is not for h200"),
         (["tetris", "--open", "--save", "x.html"], "--save is not for --open"),
+        (["tetris", "--open", "--runs", "3"], "--runs is not for --open"),
         (["tetris", "--save", "/absent/x.html"], "--save /absent/x.html cannot be written"),
         (["tetris", "--url", "http://127.0.0.1:9", "--gpus", "0"], "--gpus would be flags of a server that is started"),
         (["mix", "--url", "http://127.0.0.1:9", "--ckpt", "noise"], "--ckpt would be flags of a server"),
@@ -131,6 +132,11 @@ class TestStepsOfARecipe:
         assert plain["draft"] == "off" and drafted["verify"] == "5" and drafted["inject_accept"] == 0.82
         assert plain["output"] == tmp_path / "x-rows1-1k.json" and plain["label"] == "h200 rows1-1k"
         assert len({flags["output"] for flags in asked}) == len(asked)
+
+    @pytest.mark.parametrize(("flags", "repeat"), [([], 3), (["--runs", "5"], 5)])
+    def test_each_is_repeated_as_the_recipe_says_or_as_often_as_asked(self, asked, flags, repeat):
+        assert run_command(["repro", "h200", *flags]) == 0
+        assert {flags["repeat"] for flags in asked} == {repeat}
 
     def test_a_page_is_not_asked_for(self, asked, capsys):
         assert run_command(["repro", "h200", "--check"]) == 2
