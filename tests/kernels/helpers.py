@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -35,6 +37,12 @@ def q8_rows(x: np.ndarray, tile: int) -> tuple[np.ndarray, np.ndarray, np.ndarra
     codes, scales = np.full((tile, k), 0x7F, np.uint8), np.full((tile, scale_stride(k)), 0xFF, np.uint8)
     codes[:rows], scales[:rows, : k // 32] = qdq.q8_encode(x)
     return codes, scales, qdq.q8_decode(codes[:rows], scales[:rows, : k // 32]).astype(np.float64)
+
+
+@lru_cache(maxsize=64)
+def made(make: Callable[..., Kernel], **shape: Any) -> Kernel:
+    """make(**shape), once for all tests: expanding a kernel often takes longer than interpreting it."""
+    return make(**shape)
 
 
 Argument = np.ndarray | int

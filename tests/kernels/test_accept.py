@@ -12,14 +12,14 @@ from dsuf.engine.messages import Request, Sampling
 from dsuf.engine.sequence import Sequence
 from dsuf.kernels import accept, rows, sample, slots
 from dsuf.kernels.lang import Kernel
-from tests.kernels.helpers import execute
+from tests.kernels.helpers import execute, made
 
 VOCABULARY, BLOCK, RING = 151, 5, 2
 
 
 def kernels_of(cluster: int) -> tuple[Kernel, Kernel]:
     shape = {"cluster": cluster, "threads": 256, "most": 8192}
-    return sample.make_filter(**shape), accept.make(**shape)
+    return made(sample.make_filter, **shape), made(accept.make, **shape)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ class Step:
         count = len(self.members) if count is None else count
         draft_table, table = (np.full((slots.FIELDS, slots.MOST_ROWS), -9, np.int32) for _ in range(2))
         draft_records, records = (np.full((slots.MOST_ROWS, 8), 0xCDCDCDCD, np.uint32) for _ in range(2))
-        execute(rows.make_draft(), [self.state, self.batch, count, draft_table, 48, 12, 99, BLOCK])
+        execute(made(rows.make_draft), [self.state, self.batch, count, draft_table, 48, 12, 99, BLOCK])
         drafting = [self.draft_logits, draft_table, self.state, 0, draft_records, self.drafts, VOCABULARY, 0, 1, 0]
         execute(choose, drafting, grid=(choose.cluster * BLOCK * count, 1))
         for i, m in enumerate(self.members):
@@ -103,7 +103,7 @@ class Step:
                     barred[ahead, list(m.eos)] = -np.inf
                 self.drafts[5 * i : 5 * i + 5] = np.argmax(barred, axis=1)
         verify = [draft_table, self.drafts, self.confidence, table, self.counters, 48, 12]
-        execute(rows.make_verify(), [self.state, self.batch, count, *verify])
+        execute(made(rows.make_verify), [self.state, self.batch, count, *verify])
         self.table, self.records = table, records
         common = [self.logits, table, self.state, self.mask, records, 0, VOCABULARY, 0, 1, -1]
         execute(choose, common, grid=(choose.cluster * 6 * count, 1))

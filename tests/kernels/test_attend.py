@@ -13,7 +13,7 @@ from dsuf.layout import PAGE_TOKENS
 from dsuf.ops import qdq
 from dsuf.ops.attend import attend
 from dsuf.ops.numerics import NUMERICS
-from tests.kernels.helpers import assert_near, bf16, execute, values
+from tests.kernels.helpers import assert_near, bf16, execute, made, values
 
 WIDTHS = {
     "tiny": (4, 64, 16, 8, 8), "wide": (20, 128, 32, 72, 96), "real": (64, 512, 64, 128, 512)
@@ -65,7 +65,7 @@ class Case:
         pages = np.ascontiguousarray(page)
         topk = WIDTHS[self.width][4]
         most = family.most_keys(self.window, 5, topk)
-        kernel = family.make(h=self.h, d=self.d, rope=self.rope, most=most, window=self.window + 5, topk=topk)
+        kernel = made(family.make, h=self.h, d=self.d, rope=self.rope, most=most, window=self.window + 5, topk=topk)
         sparse = self.ratio > 0
         args = [self.q, self.windows, self.windows[0].nbytes, self.ring, self.sequence, self.position, self.first,
                 self.last, self.selected if sparse else 0, self.selected.shape[1], self.chosen if sparse else 0,
@@ -140,7 +140,7 @@ def test_a_row_is_the_same_bits_in_any_launch(rows: int):
 @pytest.mark.parametrize("h", [64, 32, 16])
 def test_an_sm_has_one_block_of_few_rows_and_two_of_more(h: int):
     width = next(width for width in catalogue.widths() if width.label == "v41")
-    made = next(e for e in family.entries(width) if e.shape["h"] == h)
+    entry = next(e for e in family.entries(width) if e.shape["h"] == h)
     few, many = (family.shared_of(width, h, rows) + 1024 for rows in (8, 9))  # a block's own and the system's
-    assert made.make(**made.shape).shared == few - 1024
+    assert entry.make(**entry.shape).shared == few - 1024
     assert 2 * many <= 228 * 1024 < 2 * few

@@ -7,6 +7,7 @@ import json
 from dsuf.kernels import build_all, catalogue
 from dsuf.kernels.lang import SHARED_LIMIT
 from dsuf.kernels.ptx.op import ALL_CHIPS
+from tests.support.simt_device import expanded
 
 
 def test_no_chip_has_more_than_110_entries_and_names_are_unique():
@@ -20,7 +21,7 @@ def test_every_entry_expands_fits_a_block_and_states_its_floor():
     for entry in catalogue.entries():
         if entry.name.startswith("project") and entry.shape["rows"] in (16, 24):
             continue  # the same code as for 8 and 48 rows, and layout_for refuses what does not fit
-        kernel = entry.kernel("sm_90a")
+        kernel = expanded(entry.name)
         assert kernel.shared <= SHARED_LIMIT, (entry.name, kernel.shared)
         assert kernel.threads <= 1024 and kernel.grid[0] > 0
         assert entry.floor_operations >= 0 and callable(entry.reference)

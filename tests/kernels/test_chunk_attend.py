@@ -13,7 +13,7 @@ from dsuf.layout import PAGE_TOKENS
 from dsuf.ops import qdq
 from dsuf.ops.attend import attend
 from dsuf.ops.numerics import NUMERICS
-from tests.kernels.helpers import assert_near, bf16, execute, values
+from tests.kernels.helpers import assert_near, bf16, execute, made, values
 from tests.kernels.test_attend import turned
 
 WIDTHS = {  # heads, d, rope, window, topk
@@ -65,7 +65,7 @@ class Case:
     def run(self, chip: str) -> np.ndarray:
         out, n = np.full(self.q.shape, 0x7FC0, np.uint16), len(self.codes)
         page = np.ascontiguousarray(np.concatenate([self.codes.reshape(n, -1), self.scales.reshape(n, -1)], axis=1))
-        kernel = family.make(h=self.h, d=self.d, rope=self.rope, chip=chip)
+        kernel = made(family.make, h=self.h, d=self.d, rope=self.rope, chip=chip)
         scales = page.ctypes.data + self.per_page * self.d // 2
         execute(kernel, [self.q, self.windows, 0, self.ring, self.selected, self.chosen, self.topk, self.pages,
                          self.pages.shape[1], page, scales, page.shape[1], max(self.ratio, 1), self.sequence,

@@ -10,7 +10,7 @@ from dsuf.kernels import chunk_index as family
 from dsuf.layout import PAGE_TOKENS
 from dsuf.ops import qdq
 from dsuf.ops.index import index_scores
-from tests.kernels.helpers import assert_near, execute, values
+from tests.kernels.helpers import assert_near, execute, made, values
 
 WIDTHS = {"tiny": (16, 32), "many": (64, 64), "real": (32, 128)}  # heads, di
 FORMS = ("sm_90a", "sm_103a")  # whose bodies differ; the second runs on the first chip too
@@ -42,7 +42,7 @@ class Case:
         out = np.full((rows, self.capacity), np.nan, np.float32)
         page = np.ascontiguousarray(np.concatenate([self.codes.reshape(n, -1), self.scales.reshape(n, -1)], axis=1))
         scales = page.ctypes.data + self.codes[0].size
-        kernel = family.make(heads=self.heads, di=self.di, chip=chip)
+        kernel = made(family.make, heads=self.heads, di=self.di, chip=chip)
         execute(kernel, [self.q, self.weights, self.pages, self.pages.shape[1], page, scales, page.shape[1], 1,
                          self.position, self.ratio, out, self.capacity, rows],
                 grid=(segments, -(-rows // family.rows_of_block(self.heads))))  # fmt: skip

@@ -10,7 +10,7 @@ from dsuf.kernels import chunk_seam as family
 from dsuf.ops import mixes as op
 from dsuf.ops import qdq
 from dsuf.ops.norm import rms_norm
-from tests.kernels.helpers import assert_near, bf16, execute, values
+from tests.kernels.helpers import assert_near, bf16, execute, made, values
 from tests.kernels.test_chunk_attend import natural
 
 ROUNDS, HC_EPS, EPS = 20, 1e-6, 1e-20
@@ -21,9 +21,9 @@ def mixed(rng: np.random.Generator, rows: int, d: int) -> tuple[np.ndarray, list
     streams, fn = bf16(rng, rows, 4, d), (rng.standard_normal((24, 4 * d)) * 0.05).astype(np.float32)
     scale, base = rng.uniform(0.5, 2, 3).astype(np.float32), rng.standard_normal(24).astype(np.float32)
     sums = np.full((family.SPLITS, rows, family.SUMS), np.nan, np.float32)
-    execute(family.make_mix(), [streams, fn, sums, 4 * d, rows], grid=(family.SPLITS, -(-rows // family.MIX_ROWS)))
+    execute(made(family.make_mix), [streams, fn, sums, 4 * d, rows], grid=(family.SPLITS, -(-rows // family.MIX_ROWS)))
     out = np.full((rows, 24), np.nan, np.float32)
-    kernel = family.make_coefficients(rounds=ROUNDS, hc_eps=HC_EPS, eps=EPS)
+    kernel = made(family.make_coefficients, rounds=ROUNDS, hc_eps=HC_EPS, eps=EPS)
     execute(kernel, [sums, scale, base, out, 1 / (4 * d), rows], grid=(-(-rows // family.COEFFICIENT_ROWS), 1))
     return streams, [scale, base], fn, out
 
@@ -40,7 +40,7 @@ def test_coefficients_agree_with_the_op(rows: int, d: int):
 
 def test_a_fresh_embedding_is_taken_as_it_is():
     out = np.full((3, 24), np.nan, np.float32)
-    execute(family.make_coefficients(rounds=ROUNDS, hc_eps=HC_EPS, eps=EPS), [0, 0, 0, out, 0.0, 3], grid=(1, 1))
+    execute(made(family.make_coefficients, rounds=ROUNDS, hc_eps=HC_EPS, eps=EPS), [0, 0, 0, out, 0.0, 3], grid=(1, 1))
     assert np.array_equal(out, np.eye(1, 24).repeat(3, 0))
 
 
@@ -51,7 +51,7 @@ def test_a_seam_agrees_with_the_ops(slots: int, d: int):
     coefficients = rng.uniform(0.1, 1, (rows, 24)).astype(np.float32)
     streams, tapped = before.copy(), np.zeros((rows, d), np.uint16)
     q, x = np.full((rows, d), 0x7FC0, np.uint16), np.full((rows, d), 0x7FC0, np.uint16)
-    execute(family.make_seam(eps=EPS), [parts, slots, last, streams, coefficients, g, q, x, tapped, d, 1 / d],
+    execute(made(family.make_seam, eps=EPS), [parts, slots, last, streams, coefficients, g, q, x, tapped, d, 1 / d],
             grid=(rows, 1))  # fmt: skip
     want = values(before)
     if slots >= 0:
@@ -76,6 +76,6 @@ def test_a_row_does_not_depend_on_its_chunk():
     for rows in (streams, streams[137:141].copy()):
         sums = np.full((family.SPLITS, len(rows), family.SUMS), np.nan, np.float32)
         grid = (family.SPLITS, -(-len(rows) // family.MIX_ROWS))
-        execute(family.make_mix(), [rows, fn, sums, 512, len(rows)], grid=grid)
+        execute(made(family.make_mix), [rows, fn, sums, 512, len(rows)], grid=grid)
         found.append(sums[:, :, :25])
     assert np.array_equal(found[0][:, 137:141], found[1])

@@ -7,13 +7,13 @@ import pytest
 
 from dsuf.kernels import chunk_select as family
 from dsuf.ops.index import largest
-from tests.kernels.helpers import execute
+from tests.kernels.helpers import execute, made
 
 
 def run(scores: np.ndarray, position: np.ndarray, ratio: int, k: int) -> tuple[np.ndarray, np.ndarray]:
     rows = len(scores)
     out, number = np.full((rows, k), -1, np.int32), np.full(rows, -1, np.int32)
-    execute(family.make(), [scores, scores.shape[1], position, ratio, out, number, k], grid=(rows, 1))
+    execute(made(family.make), [scores, scores.shape[1], position, ratio, out, number, k], grid=(rows, 1))
     return out, number
 
 

@@ -12,7 +12,7 @@ from dsuf.layout import PAGE_TOKENS
 from dsuf.ops import qdq
 from dsuf.ops.compress import pool
 from dsuf.ops.norm import rms_norm
-from tests.kernels.helpers import bf16, execute, values
+from tests.kernels.helpers import bf16, execute, made, values
 
 EPS = 1e-20
 WIDTHS = {"tiny": (64, 32, 16), "wide": (128, 128, 64)}  # d, di, rope
@@ -43,7 +43,7 @@ class Source:
     def run(self, y: np.ndarray, sequence: list[int], position: list[int], keep_from: int = 0) -> None:
         w = 160000.0 ** (-np.arange(0, self.turned, 2) / self.turned)
         at = self.cache.ctypes.data
-        kernel = family.make(d=self.d, di=self.di, rope=self.turned, ratio=self.ratio, eps=EPS)
+        kernel = made(family.make, d=self.d, di=self.di, rope=self.turned, ratio=self.ratio, eps=EPS)
         planes = [self.cache, *(at + int(o) for o in self.offsets[1:4])]
         execute(kernel, [y, self.pairs, self.norm, self.wk, self.k_norm, rope.tables(w, 4096),
                          np.array(sequence, np.int32), np.array(position, np.int32), self.pages, PAGES, *planes,

@@ -13,7 +13,7 @@ from dsuf.layout import BLOCKED
 from dsuf.ops import engram as op
 from dsuf.ops import qdq
 from dsuf.spec import Spec
-from tests.kernels.helpers import assert_near, bf16, execute, values
+from tests.kernels.helpers import assert_near, bf16, execute, made, values
 
 D, V, EPS = 128, 50, 1e-20
 TINY = Spec.load(CONFIGS / "tiny.json")
@@ -26,7 +26,7 @@ def test_embedding_fills_four_streams_and_the_history():
     history = np.full((2, family.HISTORY), -5, np.int32)
     token, sequence, position = (np.array(v, np.int32) for v in ([7, 8, 49], [1, -1, 0], [3, 4, 131]))
     operands = [token, sequence, position, table, streams, class_map, history, family.HISTORY, D]
-    execute(family.make_embed(), operands, grid=(1, 3))
+    execute(made(family.make_embed), operands, grid=(1, 3))
     assert (streams[0] == table[7]).all() and (streams[2] == table[49]).all() and not streams[1].any()
     assert history[1, 3] == class_map[7] and history[0, 131 % family.HISTORY] == class_map[49]
     assert (history == -5).sum() == history.size - 2
@@ -45,7 +45,7 @@ def test_rows_are_hashed_fetched_and_quantised(layer: int):
     history = np.full((1, family.HISTORY), 12345, np.int32)
     codes = np.zeros((9, columns * width), np.uint8)
     scales = np.zeros((9, scale_stride(columns * width)), np.uint8)
-    kernel = family.make_gather(ngram=ngram)
+    kernel = made(family.make_gather, ngram=ngram)
     for row in range(9):  # each row with the history as it stands then
         seen = np.arange(max(position[row] - family.HISTORY + 1, 0), position[row] + 1)
         history[0, seen % family.HISTORY] = classes[seen]
@@ -69,7 +69,7 @@ def test_gate_agrees_with_the_op():
     streams, kv = bf16(rng, rows, 4, D), bf16(rng, rows, 5 * D)
     qk = rng.standard_normal((4, D)).astype(np.float32)
     before = values(streams)
-    kernel = family.make_gate(most_d=256, eps=EPS)
+    kernel = made(family.make_gate, most_d=256, eps=EPS)
     execute(kernel, [streams, kv, qk, np.array([0, -1, 2], np.int32), D], grid=(rows, 1))
     keys, value = values(kv[:, : 4 * D]).reshape(rows, 4, D), values(kv[:, 4 * D :])
     want = before + op.gate(before, keys, qk.astype(float), EPS) * value[:, None]

@@ -9,7 +9,7 @@ from dsuf import formats
 from dsuf.kernels import grouped, pack, plan
 from dsuf.kernels.gate_up import GATE_UP_CHUNK
 from dsuf.ops.expert import swiglu
-from tests.kernels.helpers import BF16_STEP, assert_near, execute, fp4_weight, values
+from tests.kernels.helpers import BF16_STEP, assert_near, execute, fp4_weight, made, values
 from tests.kernels.test_dense import ORDER, decoded
 
 EXPERTS, LIMIT = 5, 10.0
@@ -32,7 +32,7 @@ def planned(chosen: np.ndarray, first: int = 0, own: int = EXPERTS) -> tuple[np.
     """Run the plan kernel."""
     offsets = np.full(own + 1, -7, np.int32)
     order = np.full(chosen.size, -7, np.int32)
-    execute(plan.make(), [chosen, offsets, order, chosen.size, own, first], grid=(own, 1))
+    execute(made(plan.make), [chosen, offsets, order, chosen.size, own, first], grid=(own, 1))
     return offsets, order
 
 
@@ -75,10 +75,10 @@ def run_layer(layer: Layer, x: np.ndarray, chosen: np.ndarray, weights: np.ndarr
     pairs, top = chosen.size, chosen.shape[1]
     h, y = np.full((pairs, layer.i), 0x7FC0, np.uint16), np.full((pairs, layer.d), 0x7FC0, np.uint16)
     sizes = [layer.d, layer.i]
-    gate_up = grouped.make_gate_up(widths=WIDTHS, stages=4, chip=layer.chip)
+    gate_up = made(grouped.make_gate_up, widths=WIDTHS, stages=4, chip=layer.chip)
     arguments = [layer.w13, bits, offsets, order, weights, h, EXPERTS, top, *sizes, LIMIT, layer.chunks[0]]
     execute(gate_up, arguments, grid=(grid, 1))
-    down = grouped.make_down(widths=WIDTHS, stages=4, chip=layer.chip)
+    down = made(grouped.make_down, widths=WIDTHS, stages=4, chip=layer.chip)
     execute(down, [layer.w2, h, offsets, order, y, EXPERTS, *sizes, layer.chunks[1]], grid=(grid, 1))
     hidden = np.full((pairs, layer.i), np.nan)
     live = order[: offsets[-1]]

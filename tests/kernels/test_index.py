@@ -11,7 +11,7 @@ from dsuf.kernels import rope
 from dsuf.layout import PAGE_TOKENS
 from dsuf.ops import qdq
 from dsuf.ops.index import index_scores
-from tests.kernels.helpers import assert_near, bf16, execute, values
+from tests.kernels.helpers import assert_near, bf16, execute, made, values
 
 WIDTHS = {"tiny": (16, 32, 16), "real": (32, 128, 64)}  # heads, di, rope
 
@@ -23,7 +23,7 @@ def test_queries_are_rotated_and_quantised(width: str):
     rows, sequence, position = 3, np.array([1, -1, 0], np.int32), np.array([5, 9, 70000], np.int32)
     y, out = bf16(rng, rows, heads, di), np.full((rows, heads, di), 0x7FC0, np.uint16)
     w = 160000.0 ** (-np.arange(0, turned, 2) / turned)
-    kernel = family.make_query(heads=heads, di=di, rope=turned)
+    kernel = made(family.make_query, heads=heads, di=di, rope=turned)
     execute(kernel, [y, sequence, position, rope.tables(w, 1 << 17), out], grid=(rows * -(-heads // 8), 1))
     for row in (0, 2):
         x = values(y[row])
@@ -67,7 +67,7 @@ class Case:
         outs = [np.full((rows, size), np.nan, np.float32) for size in sizes]
         flat = [a.reshape(len(a), -1) for a in (self.codes, self.scales)]
         page = np.ascontiguousarray(np.concatenate(flat, axis=1))
-        kernel = family.make_scores(heads=self.heads, di=self.di, warps=4)
+        kernel = made(family.make_scores, heads=self.heads, di=self.di, warps=4)
         execute(kernel, [self.q, self.weights, self.pages, self.pages.shape[1], page,
                          page.ctypes.data + flat[0].shape[1], page.shape[1], self.sequence, self.position,
                          self.ratio - 1, candidates if mapped else 0, candidates.shape[1] if mapped else 0,

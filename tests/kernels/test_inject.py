@@ -6,7 +6,7 @@ import numpy as np
 
 from dsuf.kernels import inject
 from dsuf.kernels.slots import FIELDS, MOST_ROWS, T_POSITION, T_SEQUENCE
-from tests.kernels.helpers import execute
+from tests.kernels.helpers import execute, made
 
 
 def run(position: np.ndarray, slot: np.ndarray, keep: float, seed: int = 3) -> tuple[np.ndarray, np.ndarray]:
@@ -15,7 +15,7 @@ def run(position: np.ndarray, slot: np.ndarray, keep: float, seed: int = 3) -> t
     table[T_SEQUENCE], table[T_POSITION] = slot, position
     recorded = np.arange(200, dtype=np.int32).reshape(2, 100) + 100
     drafts = np.full(MOST_ROWS, 7, np.int32)
-    execute(inject.make(), [table, drafts, recorded, 100, 10, 100, seed, int(keep * (2**32 - 1)), 300], grid=(1, 1))
+    execute(made(inject.make), [table, drafts, recorded, 100, 10, 100, seed, int(keep * (2**32 - 1)), 300], grid=(1, 1))
     return drafts, recorded
 
 

@@ -11,7 +11,7 @@ from dsuf.kernels import rope
 from dsuf.kernels.stream import scale_stride
 from dsuf.ops import qdq
 from dsuf.ops.norm import rms_norm
-from tests.kernels.helpers import bf16, execute, values
+from tests.kernels.helpers import bf16, execute, made, values
 
 Q, D, ROPE, WINDOW, EPS = 96, 64, 16, 8, 1e-20
 RING = WINDOW + 32
@@ -40,7 +40,7 @@ def test_latents_agree_with_the_ops_and_land_in_their_rings(rows: int):
     codes, scales = np.zeros((rows, Q), np.uint8), np.zeros((rows, scale_stride(Q)), np.uint8)
     row_bytes = family.window_row_bytes(D)
     windows = np.full((rows, RING, row_bytes), 0xEE, np.uint8)
-    kernel = family.make(q=Q, d=D, rope=ROPE, eps=EPS)
+    kernel = made(family.make, q=Q, d=D, rope=ROPE, eps=EPS)
     execute(kernel, [y, q_norm, kv_norm, rope.tables(frequencies(), 8192), sequence, position, codes, scales, windows,
                      RING * row_bytes, RING], grid=(rows, 2))  # fmt: skip
     c = formats.round_bf16(rms_norm(values(y[:, :Q]), values(q_norm), EPS))
@@ -73,7 +73,7 @@ def test_a_row_is_the_same_bits_in_any_launch(rows: int):
     y[:3] = 0x7FC0
     sequence, position = np.full(rows, -1, np.int32), np.full(rows, 1 << 30, np.int32)
     sequence[3:], position[3:] = 0, 500 + np.arange(rows - 3)
-    kernel, row_bytes = family.make(q=Q, d=D, rope=ROPE, eps=EPS), family.window_row_bytes(D)
+    kernel, row_bytes = made(family.make, q=Q, d=D, rope=ROPE, eps=EPS), family.window_row_bytes(D)
 
     def run(which: slice) -> list[np.ndarray]:
         n = which.stop - which.start

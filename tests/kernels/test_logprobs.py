@@ -8,14 +8,14 @@ import pytest
 from dsuf.kernels import logprobs, slots
 from dsuf.kernels.lang import Kernel
 from dsuf.ops.sample import log_probabilities, top_logprobs
-from tests.kernels.helpers import execute
+from tests.kernels.helpers import execute, made
 
 RING = 3
 
 
 @pytest.fixture(scope="module")
 def kernel() -> Kernel:
-    return logprobs.make(cluster=2, threads=128, most=8192)
+    return made(logprobs.make, cluster=2, threads=128, most=8192)
 
 
 def run(kernel: Kernel, logits: np.ndarray, wanted: list[int | None], step: int) -> np.ndarray:
@@ -52,6 +52,6 @@ def test_the_most_likely_tokens_and_any_tokens_log_probability(kernel: Kernel, v
 
 def test_fewer_tokens_than_asked_for_and_the_real_geometry(kernel: Kernel):
     logits = np.arange(5, dtype=np.float32)[None]
-    out = run(logprobs.make(cluster=8, threads=512, most=131072), logits, [5], step=0)
+    out = run(made(logprobs.make, cluster=8, threads=512, most=131072), logits, [5], step=0)
     _, best = slots.top_logprobs(out[0, 0], 0.0, 5)
     assert [token for token, _ in best] == [4, 3, 2, 1, 0]

@@ -8,7 +8,7 @@ import pytest
 from dsuf.kernels import markov, sample, slots
 from dsuf.ops.philox import Purpose, uniform
 from dsuf.ops.sample import filtered_probabilities, pick
-from tests.kernels.helpers import assert_near, bf16, execute, values
+from tests.kernels.helpers import assert_near, bf16, execute, made, values
 
 RANK, VOCABULARY, D, BLOCK, GRID = 32, 208, 64, 5, 3
 
@@ -62,7 +62,7 @@ class Chain:
 
 @pytest.fixture(scope="module")
 def kernels():
-    return markov.make_step(rank=RANK, warps=6, stages=2, kept=5), markov.make_finish(d=D, rank=RANK)
+    return made(markov.make_step, rank=RANK, warps=6, stages=2, kept=5), made(markov.make_finish, d=D, rank=RANK)
 
 
 @pytest.mark.parametrize("groups", [1, 8])
@@ -97,18 +97,18 @@ def test_a_chain_alone_has_the_bits_of_a_chain_in_company(kernels):
 
 def test_sampled_slots_draw_and_an_eos_that_may_not_come_yet_is_not_chosen(kernels):
     rng = np.random.default_rng(1)
-    made = [
+    records = [
         slots.slot_record(token=1, position=9, emitted=2, budget=99, temperature=1.5, top_p=0.9, seed=77),
         slots.slot_record(token=1, position=9, emitted=2, budget=99, eos=[6, 100], min_tokens=5),
         slots.slot_record(token=1, position=9, emitted=2, budget=99),
     ]  # fmt: skip
-    chain = Chain(np.concatenate(made), 3, seed=3)
+    chain = Chain(np.concatenate(records), 3, seed=3)
     chain.base[:, [6, 100]] += 40 + rng.random((15, 2)).astype(np.float32)
     chain.base[:5, [6, 100]] = -4
     chain.logits = chain.base.copy()
     for group in range(3):
         chain.place(group, group, 50 + group, 20)
-    chain.run(*kernels, sample.make_filter(cluster=2, threads=256, most=8192))
+    chain.run(*kernels, made(sample.make_filter, cluster=2, threads=256, most=8192))
 
     def drawn(row: np.ndarray, i: int) -> int:
         return pick(filtered_probabilities(row, 1.5, float(np.float32(0.9))), uniform(77, 21 + i, Purpose.DRAFT)[0])
@@ -130,7 +130,9 @@ def test_the_real_rank_agrees():
     embed, head = bf16(rng, VOCABULARY, 256), bf16(rng, VOCABULARY, 256)
     chain.place(0, 0, 11, 20)
     arguments = [embed, head, chain.logits, chain.state, chain.table, chain.parts, chain.picked, chain.drafts]
-    execute(markov.make_step(rank=256, warps=6, stages=2, kept=5), [*arguments, 1, 0, VOCABULARY, BLOCK], grid=(2, 1))
+    execute(
+        made(markov.make_step, rank=256, warps=6, stages=2, kept=5), [*arguments, 1, 0, VOCABULARY, BLOCK], grid=(2, 1)
+    )
     assert_near(chain.logits[0].astype(float), chain.base[0] + values(head) @ values(embed)[11], 1e-5, 1e-4)
     best = chain.parts[0, 0, :2]
     winner = best[best[:, 0].argmax(), 1]

@@ -11,7 +11,7 @@ from dsuf.kernels.stream import scale_stride
 from dsuf.ops import mixes as op
 from dsuf.ops import qdq
 from dsuf.ops.norm import rms_norm
-from tests.kernels.helpers import assert_near, bf16, execute, values
+from tests.kernels.helpers import assert_near, bf16, execute, made, values
 
 D, ROUNDS, HC_EPS, EPS = 128, 20, 1e-6, 1e-20
 
@@ -39,7 +39,7 @@ class Case:
         self.folded, self.wide = np.zeros((rows, D), np.uint16), np.zeros((rows, D), np.float16)
 
     def run(self) -> None:
-        kernel = family.make(d=D, cluster=4, splits=2, most_slots=4, rounds=ROUNDS, hc_eps=HC_EPS, eps=EPS)
+        kernel = made(family.make, d=D, cluster=4, splits=2, most_slots=4, rounds=ROUNDS, hc_eps=HC_EPS, eps=EPS)
         wanted = (self.tapped, self.folded, self.wide) if self.tap else (0, 0, 0)
         execute(kernel, [self.parts, self.slots, self.last, self.streams, self.after, self.sums_in, self.scale,
                          self.base, self.fn, self.g, self.x, self.codes, self.scales, self.sums, *wanted, self.rows],

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dsuf.kernels import pack, pack_device
-from tests.kernels.helpers import bf16, execute, fp4_weight, fp8_weight
+from tests.kernels.helpers import bf16, execute, fp4_weight, fp8_weight, made
 
 POISON = 0xCD
 
@@ -19,7 +19,7 @@ def test_fp8_in_pieces():
         got = np.full_like(want, POISON)
         for first in range(0, n, 32):
             piece = [codes[first : first + 32].copy(), scales[first // 32 : first // 32 + 1].copy()]
-            execute(pack_device.make_fp8(), [*piece, got, 32, k, pack.chunk_width(k), first // 16], grid=(2, 1))
+            execute(made(pack_device.make_fp8), [*piece, got, 32, k, pack.chunk_width(k), first // 16], grid=(2, 1))
         assert np.array_equal(got, want)
 
 
@@ -28,7 +28,7 @@ def test_bf16_with_missing_rows(n: int):
     bits = bf16(np.random.default_rng(n), n, 128)
     want = pack.pack_bf16(bits)
     got = np.full_like(want, POISON)
-    execute(pack_device.make_bf16(), [bits, got, n, 128, pack.chunk_width(128, pack.BF16_CHUNK), 0], grid=(1, 1))
+    execute(made(pack_device.make_bf16), [bits, got, n, 128, pack.chunk_width(128, pack.BF16_CHUNK), 0], grid=(1, 1))
     assert np.array_equal(got, want)
 
 
@@ -38,7 +38,7 @@ def test_fp4(chip: str, k: int, most: int):
     codes, scales = fp4_weight(np.random.default_rng(k), 32, k)
     want = pack.pack_fp4(codes, scales, chip, most)
     got = np.full_like(want, POISON)
-    kernel, chunk = pack_device.make_fp4(chip=chip), pack.chunk_width(k, most)
+    kernel, chunk = made(pack_device.make_fp4, chip=chip), pack.chunk_width(k, most)
     execute(kernel, [codes, scales, got, 32, k, chunk, 0, 1, 1, 0], grid=(2, 1))
     assert np.array_equal(got, want)
 
@@ -51,6 +51,6 @@ def test_fp4_pairs_are_interleaved():
     for which, one in enumerate((gate, up)):
         for first in (0, 32):
             piece = [part[first : first + 32].copy() for part in one]
-            kernel = pack_device.make_fp4(chip="sm_90a")
+            kernel = made(pack_device.make_fp4, chip="sm_90a")
             execute(kernel, [*piece, got, 32, k, chunk, first // 16, 2, 2, which], grid=(1, 1))
     assert np.array_equal(got, want)

@@ -12,7 +12,7 @@ from dsuf.kernels import catalogue, pack, project
 from dsuf.kernels.stream import scale_stride
 from dsuf.ops import qdq
 from dsuf.ops.product import grouped_product, product
-from tests.kernels.helpers import BF16_STEP, assert_near, bf16, execute, fp8_weight, q8_rows, values
+from tests.kernels.helpers import BF16_STEP, assert_near, bf16, execute, fp8_weight, made, q8_rows, values
 
 
 def run_q8(rng, n, k, rows, tile, **shape):
@@ -20,7 +20,7 @@ def run_q8(rng, n, k, rows, tile, **shape):
     codes, scales, x = q8_rows(rng.standard_normal((rows, k)), tile)
     y = np.full((tile, n), 0x7FC0, np.uint16)
     team, chunk = shape.pop("team"), pack.chunk_width(k)
-    kernel = project.make(kind="q8", rows=tile, chunk=chunk, warps=4, stages=2, most_k=k, **shape)
+    kernel = made(project.make, kind="q8", rows=tile, chunk=chunk, warps=4, stages=2, most_k=k, **shape)
     execute(kernel, [pack.pack_fp8(*weight), codes, scales, y, rows, n, k, 1, team], grid=(2, 1))
     return values(y[:rows]), product(x, formats.dequantise_fp8_blocks(*weight).astype(np.float64).T), y
 
@@ -43,7 +43,7 @@ def test_a_row_is_the_same_bits_whatever_runs_beside_it():
         codes, scales, _ = q8_rows(x[:rows], tile)
         y = np.zeros((tile, n), np.uint16)
         shape = {"chunk": 64, "warps": 4, "stages": 2, "staged": tile < 48, "most_k": 1280}
-        execute(project.make(kind="q8", rows=tile, **shape), [weight, codes, scales, y, rows, n, k, 1, 2])
+        execute(made(project.make, kind="q8", rows=tile, **shape), [weight, codes, scales, y, rows, n, k, 1, 2])
         got[rows] = y
     for rows in (1, 6, 16):
         assert np.array_equal(got[rows][:rows], got[48][:rows])
@@ -55,7 +55,7 @@ def grouped(weight: np.ndarray, x: np.ndarray, rows: int, shape: dict[str, int],
     codes = np.zeros((tile, groups * n), np.uint8)
     scales = np.zeros((tile, scale_stride(groups * n)), np.uint8)
     team = shape["team"]
-    kernel = project.make(kind="wo_a", rows=tile, chunk=64, warps=shape["warps"], stages=2,
+    kernel = made(project.make, kind="wo_a", rows=tile, chunk=64, warps=shape["warps"], stages=2,
                           staged=tile < 48, most_k=k)  # fmt: skip
     execute(kernel, [weight, x, scales, codes, rows, n, k, groups, team], grid=(2 * groups, 1))
     return [codes[:rows], scales[:rows, : groups * n // 32]]
@@ -95,7 +95,7 @@ def test_bf16_weights_give_float32(n: int, k: int, rows: int, tile: int):
     x[rows:] = 0x7FC0
     y = np.full((tile, n), np.nan, np.float32)
     chunk, team = pack.chunk_width(k, pack.BF16_CHUNK), 2 if k > 128 else 1
-    kernel = project.make(kind="bf16", rows=tile, chunk=chunk, warps=4, stages=2, staged=rows < 8, most_k=k)
+    kernel = made(project.make, kind="bf16", rows=tile, chunk=chunk, warps=4, stages=2, staged=rows < 8, most_k=k)
     execute(kernel, [pack.pack_bf16(weight), x, 0, y, rows, n, k, 1, team])
     assert_near(y[:rows].astype(np.float64), product(values(x[:rows]), values(weight).T), 1e-5, 1e-4)
 

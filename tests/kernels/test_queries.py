@@ -10,7 +10,7 @@ from dsuf.kernels import latents, pack, queries, rope
 from dsuf.kernels.stream import scale_stride
 from dsuf.ops import qdq
 from dsuf.ops.product import product
-from tests.kernels.helpers import BF16_STEP, assert_near, bf16, execute, fp8_weight, values
+from tests.kernels.helpers import BF16_STEP, assert_near, bf16, execute, fp8_weight, made, values
 
 D, ROPE, EPS, RING = 64, 16, 1e-20, 64
 ROW = latents.window_row_bytes(D)
@@ -34,7 +34,7 @@ class Layer:
         y[rows:] = 0x7FC0
         out, index_out = (np.full((tile, n), 0x7FC0, np.uint16) for n in (self.n, max(self.index_n, 1)))
         windows = np.full((48, RING, ROW), 0xEE, np.uint8)
-        kernel = queries.make(q=self.q, d=D, rope=ROPE, eps=EPS, rows=tile, warps=warps, stages=2)
+        kernel = made(queries.make, q=self.q, d=D, rope=ROPE, eps=EPS, rows=tile, warps=warps, stages=2)
         execute(kernel, [y, *self.norms, self.table, self.sequence, self.position, windows, RING * ROW, RING,
                          self.packed[0], self.n, out, self.packed[1], self.index_n, index_out, rows],
                 grid=(blocks, 1))  # fmt: skip
@@ -44,7 +44,7 @@ class Layer:
         """What the launch of their own makes of the first rows: values of c float64, and rings."""
         codes, scales = np.zeros((rows, self.q), np.uint8), np.zeros((rows, scale_stride(self.q)), np.uint8)
         windows = np.full((48, RING, ROW), 0xEE, np.uint8)
-        execute(latents.make(q=self.q, d=D, rope=ROPE, eps=EPS), [self.y[:rows].copy(), *self.norms, self.table,
+        execute(made(latents.make, q=self.q, d=D, rope=ROPE, eps=EPS), [self.y[:rows].copy(), *self.norms, self.table,
                 self.sequence, self.position, codes, scales, windows, RING * ROW, RING], grid=(rows, 2))  # fmt: skip
         return qdq.q8_decode(codes, scales[:, : self.q // 32]).astype(np.float64), windows
 

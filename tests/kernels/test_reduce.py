@@ -7,7 +7,7 @@ import pytest
 
 from dsuf import formats
 from dsuf.kernels import reduce
-from tests.kernels.helpers import bf16, execute, values
+from tests.kernels.helpers import bf16, execute, made, values
 
 BLOCKS = 3
 
@@ -25,7 +25,7 @@ class Rank:
 
 @pytest.fixture(scope="module")
 def kernels():
-    return reduce.make_push(), reduce.make_join()
+    return made(reduce.make_push), made(reduce.make_join)
 
 
 def inboxes(ranks: list[Rank]) -> list[np.ndarray | int]:
@@ -88,7 +88,7 @@ def test_a_rank_that_does_not_come_is_named_in_the_fault_word(kernels):
 @pytest.mark.parametrize(("count", "k"), [(2, 6), (4, 3)])
 def test_experts_of_all_ranks_add_up_to_the_sum_over_slots(kernels, count: int, k: int):
     rng, rows, d, each = np.random.default_rng(k), 5, 64, 4
-    ranks, kernel = [Rank(count, rows * d) for _ in range(count)], reduce.make_push_experts()
+    ranks, kernel = [Rank(count, rows * d) for _ in range(count)], made(reduce.make_push_experts)
     experts = np.stack([rng.permutation(count * each)[:k] for _ in range(rows)]).astype(np.int32)
     experts[3] = -1  # an inactive row
     parts = bf16(rng, rows * k, d)
@@ -113,7 +113,7 @@ def test_experts_of_all_ranks_add_up_to_the_sum_over_slots(kernels, count: int, 
 @pytest.mark.parametrize("count", [2, 4])
 def test_rows_of_all_ranks_stand_beside_each_other(kernels, count: int):
     rng, rows, mine = np.random.default_rng(count), 3, 20
-    ranks, kernel = [Rank(count, 2 * rows * mine) for _ in range(count)], reduce.make_join_rows()
+    ranks, kernel = [Rank(count, 2 * rows * mine) for _ in range(count)], made(reduce.make_join_rows)
     parts = [rng.standard_normal((rows, mine)).astype(np.float32) for _ in range(count)]
     for r, part in enumerate(parts):
         push(kernels[0], ranks, r, part)

@@ -7,13 +7,13 @@ import pytest
 
 from dsuf.kernels import rows, slots
 from dsuf.ops.accept import verify_length
-from tests.kernels.helpers import execute
+from tests.kernels.helpers import execute, made
 
 WINDOW, NOISE = 12, 99
 POISON = -77
 
 
-def made(*records: np.ndarray) -> np.ndarray:
+def table_of(*records: np.ndarray) -> np.ndarray:
     return np.concatenate(records)
 
 
@@ -29,19 +29,19 @@ def empty_table() -> np.ndarray:
 
 def draft_table(state: np.ndarray, entries: np.ndarray, capacity: int) -> np.ndarray:
     table = empty_table()
-    execute(rows.make_draft(), [state, entries, len(entries), table, capacity, WINDOW, NOISE, 5])
+    execute(made(rows.make_draft), [state, entries, len(entries), table, capacity, WINDOW, NOISE, 5])
     return table
 
 
 def verify_table(state, entries, drafted, drafts, confidence, capacity):
     table, counters = empty_table(), np.zeros(16, np.uint32)
     arguments = [state, entries, len(entries), drafted, drafts, confidence, table, counters, capacity, WINDOW]
-    execute(rows.make_verify(), arguments)
+    execute(made(rows.make_verify), arguments)
     return table, counters
 
 
 def test_draft_rows_hold_the_token_and_noise_and_see_the_window_and_the_block():
-    state = made(
+    state = table_of(
         slots.slot_record(token=7, position=40, emitted=3, budget=20),
         slots.slot_record(token=8, position=5, emitted=0, budget=9, active=False),
         slots.slot_record(token=9, position=6, emitted=0, budget=9, decoder_start=2),
@@ -66,7 +66,7 @@ def test_verify_rows_follow_fixed_and_confident_lengths_and_the_budget(seed: int
     confidence = rng.normal(1.0, 1.5, slots.MOST_ROWS).astype(np.float32)
     drafts = rng.integers(100, 1000, slots.MOST_ROWS).astype(np.int32)
     wanted = [(-1, 0.4, 50), (3, 0, 50), (-1, 0.1, 2), (5, 0, 3), (0, 0, 9), (5, 0, 1), (-1, 1e-6, 50)]
-    state = made(*[
+    state = table_of(*[
         slots.slot_record(token=i, position=10 * i, emitted=0, budget=left, verify=verify, threshold=threshold)
         for i, (verify, threshold, left) in enumerate(wanted)
     ])  # fmt: skip
@@ -93,8 +93,8 @@ def test_verify_rows_follow_fixed_and_confident_lengths_and_the_budget(seed: int
 
 
 def test_entries_that_do_not_fit_have_ended_or_are_none_get_no_rows():
-    state = made(*[slots.slot_record(token=i, position=4, emitted=0, budget=9, decoder_start=3) for i in range(3)])
-    state = made(state, slots.slot_record(token=3, position=4, emitted=9, budget=9))
+    state = table_of(*[slots.slot_record(token=i, position=4, emitted=0, budget=9, decoder_start=3) for i in range(3)])
+    state = table_of(state, slots.slot_record(token=3, position=4, emitted=9, budget=9))
     entries = batch((0, 0, 1, -1), (-1, 1, 1, -1), (1, 2, 6, -1), (2, 7, 6, -1), (3, 3, 1, -1))
     table, counters = verify_table(state, entries, 0, 0, 0, 12)
     assert table[slots.T_SEQUENCE, :13].tolist() == [0, -1, 1, *[-1] * 10]
@@ -104,7 +104,7 @@ def test_entries_that_do_not_fit_have_ended_or_are_none_get_no_rows():
 
 
 def test_the_rows_of_an_entry_limit_its_judged_drafts():
-    state = made(*[slots.slot_record(token=1, position=4, emitted=0, budget=90, verify=5) for _ in range(2)])
+    state = table_of(*[slots.slot_record(token=1, position=4, emitted=0, budget=90, verify=5) for _ in range(2)])
     entries = batch((0, 0, 6, 0), (1, 6, 3, 1))
     drafts = np.arange(slots.MOST_ROWS, dtype=np.int32)
     drafted = draft_table(state, entries, 40)
@@ -113,9 +113,9 @@ def test_the_rows_of_an_entry_limit_its_judged_drafts():
 
 
 def test_the_host_rewinds_and_releases():
-    state = made(*[slots.slot_record(token=5, position=30, emitted=12, budget=40) for _ in range(2)])
-    execute(rows.make_set(), [state, 1, 21, 8, 1])
+    state = table_of(*[slots.slot_record(token=5, position=30, emitted=12, budget=40) for _ in range(2)])
+    execute(made(rows.make_set), [state, 1, 21, 8, 1])
     words = state.view(np.int32).reshape(2, -1)
     assert words[1, :4].tolist() == [1, 8, 21, 3] and words[0, :4].tolist() == [1, 5, 30, 12]
-    execute(rows.make_set(), [state, 0, -1, 0, 0])
+    execute(made(rows.make_set), [state, 0, -1, 0, 0])
     assert words[0, :4].tolist() == [0, 5, 30, 12]

@@ -9,7 +9,7 @@ from dsuf.kernels import sample, slots
 from dsuf.kernels.lang import Kernel
 from dsuf.ops.philox import Purpose, uniform
 from dsuf.ops.sample import filtered_probabilities, pick
-from tests.kernels.helpers import execute
+from tests.kernels.helpers import execute, made
 
 CLUSTER = 2
 POISON = 0xCDCDCDCD
@@ -17,7 +17,7 @@ POISON = 0xCDCDCDCD
 
 @pytest.fixture(scope="module")
 def kernel() -> Kernel:
-    return sample.make_filter(cluster=CLUSTER, threads=256, most=8192)
+    return made(sample.make_filter, cluster=CLUSTER, threads=256, most=8192)
 
 
 def table_of(rows: int, positions: list[int] | None = None) -> np.ndarray:
@@ -166,7 +166,7 @@ def test_rows_do_not_know_of_each_other_and_inactive_ones_write_nothing(kernel):
 
 
 def test_greedy_draft_rows_are_left_alone_and_the_real_geometry_agrees():
-    kernel = sample.make_filter(cluster=8, threads=512, most=131072)
+    kernel = made(sample.make_filter, cluster=8, threads=512, most=131072)
     logits = np.random.default_rng(0).standard_normal((1, 9001)).astype(np.float32)
     records, picked = np.full((slots.MOST_ROWS, 8), POISON, np.uint32), np.full(slots.MOST_ROWS, -7, np.int32)
     rest = [records, picked, logits.shape[1], 0, 1, 0]

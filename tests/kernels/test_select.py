@@ -7,7 +7,7 @@ import pytest
 
 from dsuf.kernels import select as family
 from dsuf.ops.index import candidate_mask, largest
-from tests.kernels.helpers import execute
+from tests.kernels.helpers import execute, made
 
 
 def tops(scores: np.ndarray, group: int, n: list[int]) -> np.ndarray:
@@ -29,7 +29,7 @@ def run(
     sequence = np.arange(rows, dtype=np.int32) if sequence is None else np.array(sequence, np.int32)
     position = np.array([x - 1 for x in n] if position is None else position, np.int32)
     mapped = candidates is not None
-    execute(family.make(), [
+    execute(made(family.make), [
         padded, tops(padded, 1 << block_shift, n), tops(padded, 32, n), capacity, sequence, position, 0, block_shift,
         candidates if mapped else 0, candidates.shape[1] if mapped else 0, np.array(used, np.int32) if mapped else 0,
         out, number, k, blocks if keep else 0, keep, number_blocks if keep else 0,
