@@ -54,7 +54,7 @@ def _flags(
 
 for command in (run.run, serve.serve, repro.repro, synth.synth, doctor.doctor, build.build, drain.drain):
     app.command()(command)
-bench = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
+bench = typer.Typer(help="Measure engine, kernels, caches or a server.", no_args_is_help=True, rich_markup_mode=None)
 for command in (decode.decode, prefill.prefill, kernels.kernels, kv.kv, bench_serve.serve, compare.compare):
     bench.command()(command)
 app.add_typer(bench, name="bench")

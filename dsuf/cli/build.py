@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 def build(
     sm: Annotated[
-        str | None, typer.Option("--sm", help="Chips, such as sm_90a,sm_103a. Default: DSUF_SM, else all.")
+        str | None,
+        typer.Option("--sm", help="Chips, such as sm_90a,sm_103a. Default: DSUF_SM, else sm_90a,sm_100a,sm_103a."),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Also write the kernels and a manifest here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a kernel.")] = False,

@@ -27,7 +27,9 @@ SUPPORTED_PYTHON = ((3, 11), (3, 14))  # first, and first no longer
 def doctor(
     ckpt: Annotated[
         str | None,
-        typer.Option("--ckpt", help="Also say what loading takes: a checkpoint folder or config.", metavar="NAME|DIR"),
+        typer.Option(
+            "--ckpt", help="Also say what loading takes: a folder, or a name (v41-flash).", metavar="NAME|DIR"
+        ),
     ] = None,
     ranks: Annotated[int | None, typer.Option("--ranks", help="GPUs that share it. Default: 1.")] = None,
 ) -> None:

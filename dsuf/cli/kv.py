@@ -44,7 +44,10 @@ Listen = Annotated[
 ]
 KeyFile = Annotated[
     Path | None,
-    typer.Option("--kv-key-file", help="Secret of all servers that share caches. Default: DSUF_KV_KEY_FILE, else own."),
+    typer.Option(
+        "--kv-key-file",
+        help="Secret of all servers that share caches. Default: DSUF_KV_KEY_FILE, else this user's own.",
+    ),
 ]
 RequireRdma = Annotated[
     bool, typer.Option("--kv-require-rdma", help="Refuse to start when caches cannot be read by RDMA.")

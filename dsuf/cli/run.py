@@ -32,11 +32,18 @@ def run(
     tokens: Annotated[Path | None, typer.Option("--tokens", help="JSON file with a list of token ids.")] = None,
     ckpt: options.Ckpt = options.DEFAULT_CKPT,
     gpus: options.Gpus = None,
-    max_tokens: Annotated[int | None, typer.Option("--max-tokens", help="Most tokens to emit.")] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option("--max-tokens", help="Most tokens to emit. Default: the checkpoint's, else the context."),
+    ] = None,
     system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
     thinking: Annotated[bool, typer.Option("--thinking", help="Let the model reason before it answers.")] = False,
-    temperature: Annotated[float | None, typer.Option("--temperature", help="0 is greedy; up to 2.")] = None,
-    top_p: Annotated[float | None, typer.Option("--top-p", help="Nucleus, above 0 and up to 1.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", help="0 is greedy; up to 2. Default: the checkpoint's, else 1.")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option("--top-p", help="Nucleus, above 0 and up to 1. Default: the checkpoint's, else 1.")
+    ] = None,
     top_k: Annotated[int, typer.Option("--top-k", help="Most likely tokens kept; 0 keeps all.")] = 0,
     seed: Annotated[int, typer.Option("--seed", help="Key of the random numbers.")] = 0,
     draft: options.Draft = "on",
@@ -49,7 +56,10 @@ def run(
         Path | None, typer.Option("--logits", help="Write the rows that chose each token (safetensors).")
     ] = None,
 ) -> None:
-    """Answer a prompt in this process."""
+    """Answer a prompt in this process.
+
+    Give one of PROMPT, --chat or --tokens.
+    """
     if (prompt is not None) + chat + (tokens is not None) != 1:
         raise UsageError("Give one of PROMPT, --chat or --tokens FILE.")
     if chat and (as_json or logits):

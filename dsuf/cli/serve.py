@@ -70,7 +70,9 @@ def serve(
     drain_timeout: Annotated[
         float, typer.Option("--drain-timeout", help="Seconds that running streams then have to end.")
     ] = 120.0,
-    log_format: Annotated[str, typer.Option("--log-format", help="json or text: request_end lines.")] = "json",
+    log_format: Annotated[
+        str, typer.Option("--log-format", help="How request_end lines are written: json or text.")
+    ] = "json",
     kv_host_bytes: kv.HostBytes = None,
     kv_listen: kv.Listen = None,
     kv_key_file: kv.KeyFile = None,
@@ -81,7 +83,10 @@ def serve(
         str, typer.Option("--metrics-names", help="dsuf, vllm or both: prefixes of the names in /metrics.")
     ] = "dsuf",
 ) -> None:
-    """Serve the OpenAI-compatible API over HTTP."""
+    """Serve OpenAI's and Anthropic's protocols over HTTP.
+
+    One line on stdout says when it is ready; everything else goes to stderr.
+    """
     from dsuf.cli.engine_process import EngineProcess, serve_with_engine
     from dsuf.server.app import bind
     from dsuf.server.options import ServerOptions

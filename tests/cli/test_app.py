@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +51,23 @@ def test_help_loads_no_arithmetic_and_no_gpu_part():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("arguments", [[], ["bench"]])
+def test_help_cuts_no_line_short(arguments, capsys):
+    assert app.run_command([*arguments, "--help"]) == 0
+    assert "..." not in capsys.readouterr().out.replace("[ARGS]...", "")
+
+
+def test_every_flag_of_the_readme_is_one_of_some_command(capsys):
+    commands = [[name] for name in ("run", "serve", "repro", "synth", "doctor", "build", "drain")]
+    commands += [["bench", name] for name in ("decode", "prefill", "kernels", "kv", "serve", "compare")]
+    for command in commands:
+        assert app.run_command([*command, "--help"]) == 0
+    known = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
+    others = {"--no-install-recommends", "--extra", "--profile"}  # of apt-get, uv and dsh
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"--[a-z][a-z-]+", readme)) - others <= known
 
 
 @pytest.mark.parametrize("arguments", [["nope"], ["run", "--nope"], ["bench", "nope"], ["repro"]])

@@ -37,7 +37,7 @@ def compare(
     old: Annotated[Path, typer.Argument(metavar="OLD", help="Bench object of the earlier run (written by --output).")],
     new: Annotated[Path, typer.Argument(metavar="NEW", help="Bench object of the later run.")],
 ) -> None:
-    """Compare two bench objects; exit 1 when a metric got worse by more than the noise."""
+    """Compare two bench objects; exit 1 on a loss beyond the noise."""
     before, after = read_result(old), read_result(new)
     if before.kind != after.kind:
         raise ConfigError(f"{old} is a {before.kind} run and {new} a {after.kind} run; compare two of the same kind.")

@@ -23,7 +23,9 @@ DEFAULT_TOKENS = 128
 
 @measured(repeat=5, warmup=2)
 def decode(
-    prompt: Annotated[Path | None, typer.Option("--prompt", help="Text file. Default: the demo's prompt.")] = None,
+    prompt: Annotated[
+        Path | None, typer.Option("--prompt", help="Text file with the prompt. Default: the demo's.")
+    ] = None,
     tokens: Annotated[Path | None, typer.Option("--tokens", help="JSON file with a list of token ids.")] = None,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "--max-new", help="Most tokens to emit in each repeat.")
@@ -53,7 +55,7 @@ def decode(
     *,
     bench: BenchOptions,
 ) -> None:
-    """Measure decode speed: tokens per second, time of a step, tokens a step emits."""
+    """Measure decode steps: tokens a second, time, tokens a step."""
     from dsuf.cli.bench.decoding import decode_floor, decode_request, decode_samples
     from dsuf.cli.bench.floor import expected_distinct_experts
     from dsuf.cli.bench.gpu_decode import card_of

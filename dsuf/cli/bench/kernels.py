@@ -25,7 +25,9 @@ MOST_ROWS = 48
 
 
 def kernels(
-    only: Annotated[str, typer.Option("--only", help="Names, or their beginnings, separated by commas.")] = "",
+    only: Annotated[
+        str, typer.Option("--only", help="Only these: names, or their beginnings, separated by commas.")
+    ] = "",
     rows: Annotated[str, typer.Option("--rows", help="Rows of a step, such as 1,6,16.")] = "1,6",
     folder: Annotated[
         Path | None, typer.Option("--kernels", help="What `dsuf build --out` wrote. Default: DSUF_KERNELS, the cache.")

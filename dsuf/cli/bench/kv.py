@@ -25,7 +25,10 @@ def kv(
     *,
     bench: BenchOptions,
 ) -> None:
-    """Measure the cache tier: first token from a saved prefix or without, transfers by path, look-ups."""
+    """Measure saved caches: first token, transfers, look-ups.
+
+    The first token of a prompt whose prefix is saved beside that of one whose is not, and transfers by each path.
+    """
     from dsuf.cli.bench.saving import look_ups, path_rates, restored_and_computed
     from dsuf.cli.kv import parse_bytes
 

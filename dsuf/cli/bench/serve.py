@@ -41,7 +41,9 @@ def serve(
     input_len: Annotated[
         int, typer.Option("--input-len", help="Tokens of a prompt, or of a turn, by DeepSeek's tokenizer.")
     ] = 512,
-    output_len: Annotated[int, typer.Option("--output-len", help="Tokens of an answer.")] = 128,
+    output_len: Annotated[
+        int, typer.Option("--output-len", help="Tokens of an answer; at most, with --heed-eos.")
+    ] = 128,
     range_ratio: Annotated[float, typer.Option("--range-ratio", help="Lengths vary by up to this share.")] = 0.0,
     prefix_len: Annotated[int, typer.Option("--prefix-len", help="prefix: tokens that prompts share.")] = 1024,
     prefixes: Annotated[int, typer.Option("--prefixes", help="prefix: different shared parts.")] = 4,
@@ -71,7 +73,10 @@ def serve(
     *,
     bench: BenchOptions,
 ) -> None:
-    """Measure a server under load: time to first token, gaps, throughput, goodput."""
+    """Load a server: first tokens, gaps, throughput, goodput.
+
+    It is one that runs (--url), or one of our own, started for this.
+    """
     given = {name: value for name, value in locals().items() if name != "bench"}
     from dsuf.cli.bench.serve_data import Shape
     from dsuf.cli.bench.serve_load import Arrivals, Mix

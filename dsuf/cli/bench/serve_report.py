@@ -71,7 +71,8 @@ def load_metrics(records: Sequence[Record], duration_s: float, goodput: dict[str
 def mix_metrics(run: MixRun) -> dict[str, float]:
     """The mix: gaps of the running streams alone and beside the others, and the others' times to first token.
 
-    A gap is that of one step; `silence` counts those too in which tokens came that show no text.
+    A gap is that of one step; `silence` counts those too in which tokens came that show no text. Times to first token are
+    those of answers whose first token shows; `late_texts` counts the others.
     """
     streams = [record for record in run.records if record.group == STREAM]
     metrics: dict[str, float] = {}
@@ -86,12 +87,20 @@ def mix_metrics(run: MixRun) -> dict[str, float]:
     for group in (SHORT, LONG):
         good = [record for record in run.records if record.group == group and not record.error]
         failed = [record for record in run.records if record.group == group and record.error]
-        metrics |= spread(f"{group}_ttft", [record.ttft_s for record in good])
+        shown = [record for record in good if _shows_at_once(record)]
+        metrics |= spread(f"{group}_ttft", [record.ttft_s for record in shown])
+        metrics[f"{group}_late_texts"] = len(good) - len(shown)
         metrics[f"{group}_completed"], metrics[f"{group}_failed"] = len(good), len(failed)
     # of every one that was answered; the phase lasts until the last of them
     taken = sum(record.prompt_tokens for record in run.records if record.group == LONG and not record.error)
     metrics["long_prompt_tokens_per_s"] = taken / (run.ended - run.mixed)
     return metrics
+
+
+def _shows_at_once(record: Record) -> bool:
+    """Whether the first output came with the first token, as far as the server tells of steps."""
+    told = record.steps[0] >= 0
+    return record.steps[0] == 0 if told else bool(record.text) or record.output_tokens <= 1
 
 
 def _gaps(record: Record, begin: float, end: float) -> list[tuple[float, int]]:
