@@ -168,6 +168,18 @@ class TestMix:
         assert metrics["mixed_steps_per_s"] == pytest.approx(6 / 0.7)
         assert metrics["long_prompt_tokens_per_s"] == pytest.approx(1000)
 
+    def test_times_to_first_token_are_of_answers_whose_first_token_shows(self):
+        short = {"group": "short", "sent": 0.0, "output_tokens": 4}
+        records = [
+            Record(**short, events=[0.1, 0.2], steps=[0, 1], text="ab"),
+            Record(**short, events=[0.5], steps=[3], text="b"),  # three tokens without text before it
+            Record(**short, events=[0.8], steps=[-1]),  # no text at all
+            Record(**short, events=[0.3], steps=[-1], text="a"),  # of a server that tells nothing
+        ]
+        metrics = mix_metrics(MixRun(records, began=-1.0, mixed=0.0, ended=1.0))
+        assert metrics["mean_short_ttft_ms"] == pytest.approx(200) and metrics["short_late_texts"] == 2
+        assert metrics["short_completed"] == 4
+
     def test_long_prompts_are_cut_to_the_servers_context(self, tmp_path, capsys):
         with running_server(self.script, v41_text(context_limit=700)) as server:
             result, _ = run(tmp_path, server, "--dataset", "mix", *self.FLAGS)

@@ -71,8 +71,8 @@ def load_metrics(records: Sequence[Record], duration_s: float, goodput: dict[str
 def mix_metrics(run: MixRun) -> dict[str, float]:
     """The mix: gaps of the running streams alone and beside the others, and the others' times to first token.
 
-    A gap is that of one step; `silence` counts those too in which tokens came that show no text. Times to first token are
-    those of answers whose first token shows; `late_texts` counts the others.
+    A gap is that of one step; `silence` counts those too in which tokens came that show no text. Times to first token
+    are those of answers whose first token shows; `late_texts` counts the others.
     """
     streams = [record for record in run.records if record.group == STREAM]
     metrics: dict[str, float] = {}
@@ -249,12 +249,13 @@ _ROWS = (
     ("Total token throughput (tok/s)", "total_token_throughput"), ("Tokens a decode step", "accept_length"),
     ("Acceptance rate of drafts (%)", "spec_decode_acceptance_rate"),
     ("Steps/s of the streams alone", "alone_steps_per_s"), ("Steps/s of the streams, mixed", "mixed_steps_per_s"),
-    ("Short prompts answered", "short_completed"), ("Long prompts answered", "long_completed"),
+    ("Short prompts answered", "short_completed"), ("Their first token shows no text", "short_late_texts"),
+    ("Long prompts answered", "long_completed"),
     ("Long prompts (tok/s)", "long_prompt_tokens_per_s"),
 )  # fmt: skip
 _COUNTS = frozenset((
     "completed", "failed", "total_input_tokens", "total_output_tokens", "cache_hit_tokens", "max_concurrent_requests",
-    "short_completed", "long_completed",
+    "short_completed", "short_late_texts", "long_completed",
 ))  # fmt: skip
 _TIMES = ("ttft", "tpot", "itl", "e2el", "alone_gap", "mixed_gap", "short_ttft", "long_ttft")
 
