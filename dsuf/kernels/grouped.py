@@ -6,7 +6,7 @@
 x bf16 [rows, D] in product order (decoded Q8 rows); weights float32 [pairs]; h bf16 [pairs, I] decoded, in product
 order and in the order of the plan, so that an expert's rows lie together; y bf16 [pairs, D] by pair = row * top + slot:
 whoever reads it adds a row's slots in ascending order, the shared expert last. Pairs that the plan leaves out are not
-written. Packed weights and `chunk` are those of experts.py. Plan: plan.py.
+written. Packed weights and `chunk` are those of gate_up.py and experts.py. Plan: plan.py.
 
 An expert's rows are cut into equal tiles of up to 256, rounded up to the next of WIDTHS, each with a loop of its own. A
 tile has 128 weight rows: for gate_up two runs of 2 gate and 2 up tiles (64 channels), one a warpgroup.

@@ -26,7 +26,7 @@ from dsuf.spec import Spec
 
 Layout = Literal["plain", "fp8", "bf16", "w13", "w2", "qk"]
 Split = Literal["rows", "columns", "groups", "experts"]
-PAIR_TILES = 2  # gate tiles beside as many up tiles, as experts.py reads them
+PAIR_TILES = 2  # gate tiles beside as many up tiles, as gate_up.py reads them
 
 
 @dataclass(frozen=True)
