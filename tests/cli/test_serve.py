@@ -47,8 +47,23 @@ class Served:
             return error.code
 
     def engine_pid(self):
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return next(int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        """The kv agent is started first, so the engine is the second of two, also when it has been started again."""
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, self.log.read_text()
+            children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+            own = [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+            if len(own) == 2:
+                return max(own)
+            time.sleep(0.02)
+        raise AssertionError(f"no engine beside the agent:\n{self.log.read_text()}")
+
+    def wait_status(self, wanted):
+        """Until /readyz says so."""
+        deadline = time.monotonic() + START_S
+        while (found := self.status_of("/readyz")) != wanted:
+            assert time.monotonic() < deadline, f"/readyz says {found}, not {wanted}:\n{self.log.read_text()}"
+            time.sleep(0.02)
 
     def end(self, number=signal.SIGTERM):
         self.process.send_signal(number)
@@ -105,11 +120,8 @@ def test_it_answers_and_a_dead_engine_comes_back_and_sigterm_leaves_nothing(serv
     first = served.engine_pid()
     os.kill(first, signal.SIGKILL)
     assert gone(first)
-    deadline = time.monotonic() + START_S
-    while served.status_of("/readyz") != 503 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    while served.status_of("/readyz") != 200 and time.monotonic() < deadline:
-        time.sleep(0.1)
+    served.wait_status(503)
+    served.wait_status(200)
     second = served.engine_pid()
     assert second != first
     with urllib.request.urlopen(request, timeout=60) as answer:
@@ -119,6 +131,7 @@ def test_it_answers_and_a_dead_engine_comes_back_and_sigterm_leaves_nothing(serv
     assert gone(second)
     assert list(Path(environ["XDG_RUNTIME_DIR"]).rglob("serve-*")) == []
     assert served.log.read_text().count("ready on") == 1
+    assert "the engine process ended with exit status -9" in served.log.read_text()
     assert "Traceback" not in served.log.read_text()
 
 
