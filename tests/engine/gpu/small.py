@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from dsuf.engine.engine import Engine
-from dsuf.engine.gpu import machines
+from dsuf.engine.gpu import launches, machines
 from dsuf.engine.gpu.backend import GpuBackend
 from dsuf.engine.gpu.machine import Machine
 from dsuf.engine.gpu.ranks import Ranks
@@ -47,6 +51,17 @@ def written(folder: Path) -> Path:
     """The checkpoint on disk."""
     write_checkpoint(small_config(), folder)
     return folder
+
+
+@contextlib.contextmanager
+def few_score_blocks() -> Iterator[None]:
+    """Index scores by 8 blocks instead of 132, of which all but a few have nothing to do in contexts as short as these.
+
+    They cost the stand-in several times what the others do; how many there are changes no score.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launches, "SCORE_BLOCKS", 8)
+        yield
 
 
 def gpu_engine(folder: Path, *, graphs: bool = True, **options: Any) -> Engine:

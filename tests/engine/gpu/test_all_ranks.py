@@ -23,6 +23,7 @@ from dsuf.kernels.engram import HISTORY
 from dsuf.kernels.slots import HEADER_BYTES, RING_BYTES
 from dsuf.layout import SnapshotLayout
 from dsuf.spec import Spec
+from tests.engine.gpu.small import few_score_blocks
 from tests.support.in_turns import four_groups, written
 from tests.support.rank_engine import assert_same_text, engine_in_turns, stop_and_resume
 from tests.support.simt_device import SimtDevice
@@ -39,7 +40,7 @@ DRAFTED, PLAIN, ENDED = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with four_groups():
+    with four_groups(), few_score_blocks():
         yield written(tmp_path_factory.mktemp("ranks") / "ckpt")
 
 

@@ -14,7 +14,7 @@ from dsuf.engine.options import EngineOptions
 from dsuf.model.checkpoint import Checkpoint
 from dsuf.model.reference.block import Stream
 from dsuf.model.reference.model import ReferenceModel
-from tests.engine.gpu.small import machine_on, written
+from tests.engine.gpu.small import few_score_blocks, machine_on, written
 from tests.support.simt_device import SimtDevice
 
 CONTEXT, SLOTS = 320, 2
@@ -71,7 +71,8 @@ class Prefill:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    return written(tmp_path_factory.mktemp("small") / "ckpt")
+    with few_score_blocks():
+        yield written(tmp_path_factory.mktemp("small") / "ckpt")
 
 
 def test_every_layer_agrees_with_the_reference_from_equal_inputs(small):

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.engine.gpu.small import few_score_blocks
 from tests.support.in_turns import four_groups, written
 from tests.support.rank_checks import check_chunk, check_layers, check_step
 from tests.support.simt_device import SimtDevice
@@ -17,7 +18,7 @@ IDS = np.random.default_rng(3).integers(3, 250, 13)  # 13 entries, of which 8 ar
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with four_groups():
+    with four_groups(), few_score_blocks():
         yield written(tmp_path_factory.mktemp("ranks") / "ckpt")
 
 
