@@ -188,13 +188,13 @@ def test_what_was_heard_of_an_answer_that_its_client_left_is_gone_on_from(tmp_pa
 
 
 def test_any_server_is_as_good_as_the_one_that_a_conversation_began_at(tmp_path):
-    """Round robin over three servers, 20 conversations of 6 turns: the token hit rate of sticky routing, less 2 %."""
+    """Round robin over three servers, 10 conversations of 6 turns: the token hit rate of sticky routing, less 2 %."""
 
     def rate(folder, server_of):
         folder.mkdir()
         cached = prompt = 0
         with sharing_servers(folder, names="abc") as servers:
-            talks = [[] for _ in range(20)]
+            talks = [[] for _ in range(10)]
             for turn in range(6):
                 for number, messages in enumerate(talks):
                     messages.append(user(f"Question {turn} of conversation {number}, about the sea."))
