@@ -1,7 +1,7 @@
 """`python -m tests.support.serve_restarting FOLDER [DRAIN_TIMEOUT_S [SILENCE_S]] [fast]`: it restarts its engine.
 
 As `dsuf serve` does it, but the engine is a scripted one: 32 tokens of a prompt and one token of an answer take 10 ms,
-eight requests run at once. `fast` restarts at once instead of after a second and more, and only one time.
+eight requests run at once. It restarts after half a second and more, with `fast` at once, and only one time.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class Process(engine_process.EngineProcess):
 
 def main() -> int:
     folder = Path(sys.argv[1])
+    engine_process.FIRST_WAIT_S = 0.5
     if "fast" in sys.argv:
         engine_process.FIRST_WAIT_S = engine_process.LONGEST_WAIT_S = 0.05
         engine_process.RESTARTS = 1
