@@ -253,7 +253,7 @@ def main() -> None:
             result.update(verify(spy, backend.machine))
         release(backend, sequence)
         if result and "same_pages" not in result:
-            result["same_pages"] = same_pages(backend.machine, spy.chunk[0], options.other_chunks)
+            result["same_pages"] = same_pages(backend.machine, spy.chunk[0], min(options.other_chunks, longest))
             print("other chunks, same pages:", result["same_pages"], flush=True)
 
     PromptRun.prompt, GpuBackend.release = watched_prompt, watched_release
