@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from dsuf.engine.engine import Engine
 from dsuf.engine.gpu import launches, machines
 from dsuf.engine.gpu.backend import GpuBackend
@@ -59,9 +57,11 @@ def few_score_blocks() -> Iterator[None]:
 
     They cost the stand-in several times what the others do; how many there are changes no score.
     """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launches, "SCORE_BLOCKS", 8)
+    kept, launches.SCORE_BLOCKS = launches.SCORE_BLOCKS, 8
+    try:
         yield
+    finally:
+        launches.SCORE_BLOCKS = kept
 
 
 def gpu_engine(folder: Path, *, graphs: bool = True, **options: Any) -> Engine:
