@@ -32,11 +32,11 @@ class Costs:
     """What steps, passes and copies of one machine and checkpoint take.
 
     The defaults are one H200 with configs/h200x1.json: docs/results/h200-decode-rows*-1k.json (steps with drafting),
-    prefill-chunks-h200.json (passes of 4,096 rows at several positions), mix-h200.json (passes of fewer rows, a tail)
+    prefill-chunks-h200.json (passes of 4,096 rows at several positions), pace-h200.json (passes of fewer rows, a tail)
     and copies-h200.json (the link).
     """
 
-    steps: tuple[tuple[int, float], ...] = ((1, 5.06e-3), (6, 10.06e-3), (12, 15.7e-3), (24, 24.6e-3), (48, 36.5e-3))
+    steps: tuple[tuple[int, float], ...] = ((1, 4.83e-3), (6, 10.06e-3), (12, 15.93e-3), (24, 24.83e-3), (48, 35.8e-3))
     pass_fixed_s: float = 56e-3
     row_s: float = 29.3e-6
     row_context_s: float = 34e-12  # a row and position before it: attention, index scores
