@@ -159,7 +159,8 @@ def test_no_gap_passes_three_steps_and_a_chunk_where_costs_are_unkind(budget_s, 
     courses = run(simulated_engine(options, Unkind(), accept=0), arrivals, until_s=begin + 25)
     step = percentile(gaps_between(courses["stream0"], begin / 2, begin), 0.5)
     gaps = [gap for i in range(4) for gap in gaps_between(courses[f"stream{i}"], begin, begin + 25)]
-    assert courses["long2"].ended_s is not None and max(gaps) <= 3 * step + budget_s - 0.005
+    spare_s = 0.004  # for what a client measures beside it: text made and sent
+    assert courses["long2"].ended_s is not None and max(gaps) <= 3 * step + budget_s - spare_s
 
 
 class TestShortPrompts:
