@@ -1,4 +1,4 @@
-"""How a team of warps walks the items of the experts' kernels (experts.py): what comes next, and a stage times rows.
+"""What the experts' kernels share (gate_up.py, experts.py): a stage times rows, sums of a team; and experts.py's walk.
 
 A routed item's stage holds a chunk of all its tiles (pack_fp4), a shared item's stage a chunk of one of its tiles
 (pack_fp8). Both multiply f16 activations; per group of 32 columns acc += (sum of exact products) * weight scale, one
@@ -13,11 +13,21 @@ from typing import Any
 from dsuf.kernels.expert_plan import GROUP_PAIRS, PLAN_RECORD
 from dsuf.kernels.lang import inline, int32, int64, regs, uint32, unroll
 from dsuf.kernels.pack import FP8_SCALES, GROUP, ROWS, chunk_width, fp4_chunk_bytes
-from dsuf.kernels.ptx.convert import add_rows, e4m3x4_f16, ue8m0
+from dsuf.kernels.ptx.convert import add_rows, e4m3x4_f16, fp4x8_f16_bits, fp4x8_f16_cvt, ue8m0
 from dsuf.kernels.ptx.copy import bulk_load_hint, mbarrier_expect, mbarrier_wait
 from dsuf.kernels.ptx.memory import ldg_u32x4, lds_f32x4, lds_u32, lds_u32x2, lds_u32x4, sts_f32x4
 from dsuf.kernels.ptx.mma import mma_f16
+from dsuf.kernels.ptx.op import BLACKWELL, Op
 from dsuf.kernels.ptx.sync import sync_named, sync_warp
+from dsuf.kernels.quantise import WIDE_SHIFT
+from dsuf.kernels.stream import FP4_BIAS
+
+
+def fp4_on(chip: str) -> tuple[Op, float]:
+    """How FP4 codes become f16 on a chip, and the unit of what they give with activations of hidden.py."""
+    if chip in BLACKWELL:
+        return fp4x8_f16_cvt, 2.0**-WIDE_SHIFT
+    return fp4x8_f16_bits, FP4_BIAS * 2.0**-WIDE_SHIFT
 
 
 @dataclass(frozen=True)
@@ -227,16 +237,20 @@ def multiply(acc: Any, state: Any, shape: Any, stages: Any, is_shared: Any, expa
 
 
 @inline
-def add_up(acc: Any, tiles: Any, sums: Any, part: Any, turn: Any, team: Any, barrier: Any) -> None:
-    """The team's sums, in warp order, in the warp whose turn it is."""
+def leave_part(acc: Any, tiles: Any, sums: Any, part: Any, team: Any, barrier: Any) -> None:
+    """A warp's part of its team's sums to shared memory; sums: of part 0 of tile 0, at the lane."""
     sync_named(barrier, uint32(32 * team))
     for i in unroll(tiles):
         sts_f32x4(uint32(sums + (part * tiles + i) * 512), acc[i])
     sync_named(barrier, uint32(32 * team))
-    if part == turn:
+
+
+@inline
+def sum_of_parts(acc: Any, tiles: Any, sums: Any, team: Any) -> None:
+    """The team's sums, in warp order."""
+    for i in unroll(tiles):
+        acc[i] = lds_f32x4(uint32(sums + i * 512))
+    for p in range(1, team):
         for i in unroll(tiles):
-            acc[i] = lds_f32x4(uint32(sums + i * 512))
-        for p in range(1, team):
-            for i in unroll(tiles):
-                q = lds_f32x4(uint32(sums + (p * tiles + i) * 512))
-                acc[i] = (acc[i][0] + q[0], acc[i][1] + q[1], acc[i][2] + q[2], acc[i][3] + q[3])
+            q = lds_f32x4(uint32(sums + (p * tiles + i) * 512))
+            acc[i] = (acc[i][0] + q[0], acc[i][1] + q[1], acc[i][2] + q[2], acc[i][3] + q[3])

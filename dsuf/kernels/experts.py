@@ -31,18 +31,18 @@ from dsuf.kernels.expert_walk import (
     STRIDE,
     TEAMS,
     Shape,
-    add_up,
     ask,
     begin,
+    fp4_on,
+    leave_part,
     multiply,
+    sum_of_parts,
 )
 from dsuf.kernels.gate_up import SM_COUNT, Fp4, make_gate_up
 from dsuf.kernels.lang import Kernel, int32, int64, kernel, regs, s32, s64, uint32, unroll
 from dsuf.kernels.pack import pack_fp4
 from dsuf.kernels.ptx.convert import (
     bf16x2,
-    fp4x8_f16_bits,
-    fp4x8_f16_cvt,
 )
 from dsuf.kernels.ptx.copy import (
     fence_async,
@@ -55,7 +55,6 @@ from dsuf.kernels.ptx.memory import (
     shared_base,
     stg_u16,
 )
-from dsuf.kernels.ptx.op import BLACKWELL
 from dsuf.kernels.ptx.sync import (
     block_count,
     block_index,
@@ -65,7 +64,7 @@ from dsuf.kernels.ptx.sync import (
     wait_for_previous_kernel,
 )
 from dsuf.kernels.quantise import WIDE_SHIFT
-from dsuf.kernels.stream import FP4_BIAS, stage_words
+from dsuf.kernels.stream import stage_words
 from dsuf.ops.expert import experts_sum
 
 DOWN_CHUNK = 256  # columns of a chunk
@@ -85,7 +84,7 @@ def make_down(*, d: int, i: int, chip: str, warps: int, team: int, stages: int, 
     AT_BAR = AT_PLAN + plan_bytes(pairs)
     AT_SUM = AT_BAR + -(-warps * stages * 8 // 16) * 16
     THREADS, TEAMS_HERE, ITEMS = warps * 32, warps // team, SHAPE.items
-    expand, BIAS = (fp4x8_f16_cvt, 2.0**-SHIFT) if chip in BLACKWELL else (fp4x8_f16_bits, FP4_BIAS * 2.0**-SHIFT)
+    expand, BIAS = fp4_on(chip)
     SHARED_BYTES = AT_SUM + (warps * SHAPE.tiles * 512 if team > 1 else 0)
 
     @kernel(threads=THREADS, grid=(SM_COUNT,), shared=SHARED_BYTES, name=f"experts_down_{d}x{i}")
@@ -131,10 +130,12 @@ def make_down(*, d: int, i: int, chip: str, warps: int, team: int, stages: int, 
             acc = regs(SHAPE.tiles, (0.0, 0.0, 0.0, 0.0))
             multiply(acc, state, SHAPE, stages, is_shared, expand, h + (row * (2 * i) + t * 16), ring, bar, w, shared,
                      records, lane, policy)  # fmt: skip
+            sums = uint32(sm + AT_SUM + crew * (team * SHAPE.tiles * 512) + lane * 16)
             if team > 1:
-                add_up(acc, SHAPE.tiles, uint32(sm + AT_SUM + crew * (team * SHAPE.tiles * 512) + lane * 16),
-                       state[PART], turn, team, uint32(1 + crew))  # fmt: skip
+                leave_part(acc, SHAPE.tiles, sums, state[PART], team, uint32(1 + crew))
             if state[PART] == turn:
+                if team > 1:
+                    sum_of_parts(acc, SHAPE.tiles, sums, team)
                 bias = 2.0**-SHIFT if is_shared else BIAS
                 n = int32(max(item - state[SHARED], 0) % ITEMS * 32 + g)
                 if is_shared:

@@ -25,11 +25,10 @@ from typing import Any
 import numpy as np
 
 from dsuf.kernels.expert_plan import GROUP_PAIRS, PLAN_HEAD, PLAN_RECORD, plan_bytes
-from dsuf.kernels.expert_walk import Shape, fp4_tiles, fp8_tile
+from dsuf.kernels.expert_walk import Shape, fp4_on, fp4_tiles, fp8_tile, leave_part, sum_of_parts
 from dsuf.kernels.hidden import CHANNELS, store_hidden
 from dsuf.kernels.lang import Kernel, f32, inline, int32, int64, kernel, regs, s32, s64, uint32, unroll
 from dsuf.kernels.pack import interleave, pack_fp4
-from dsuf.kernels.ptx.convert import fp4x8_f16_bits, fp4x8_f16_cvt
 from dsuf.kernels.ptx.copy import (
     bulk_load_hint,
     fence_async,
@@ -38,20 +37,18 @@ from dsuf.kernels.ptx.copy import (
     mbarrier_wait,
     policy_evict_first,
 )
-from dsuf.kernels.ptx.memory import ldg_f32, ldg_u32, lds_f32x4, lds_u32, shared_base, sts_f32x4, sts_u32
-from dsuf.kernels.ptx.op import BLACKWELL
+from dsuf.kernels.ptx.memory import ldg_f32, ldg_u32, lds_u32, shared_base, sts_f32x4, sts_u32
 from dsuf.kernels.ptx.sync import (
     block_count,
     block_index,
     let_next_kernel_start,
-    sync_named,
     sync_threads,
     sync_warp,
     thread_index,
     wait_for_previous_kernel,
 )
 from dsuf.kernels.quantise import WIDE_SHIFT
-from dsuf.kernels.stream import FP4_BIAS, stage_words
+from dsuf.kernels.stream import stage_words
 
 GATE_UP_CHUNK, GATE_UP_TILES = 128, 2  # columns of a chunk; gate tiles, then up tiles, lie together
 # Measured on an H200 with routed items alone: 16 warps in crews of four 4.93 ms a step of 1 row, 12 in crews of three
@@ -113,17 +110,6 @@ def ask(walk: Any, shape: Any, stage: Any, ring: Any, bar: Any, w: Any, shared: 
         walk[LEFT] = int32(walk[LEFT] - 1)
 
 
-@inline
-def sum_of_parts(acc: Any, at: Any) -> None:
-    """acc[n] = the sum of an item's tile n, in the order of its parts; at: of part 0 of tile 0, at the lane."""
-    for n in unroll(TILES):
-        acc[n] = lds_f32x4(uint32(at + n * 512))
-    for p in range(1, CREW):
-        for n in unroll(TILES):
-            q = lds_f32x4(uint32(at + (p * TILES + n) * 512))
-            acc[n] = (acc[n][0] + q[0], acc[n][1] + q[1], acc[n][2] + q[2], acc[n][3] + q[3])
-
-
 def make_gate_up(*, d: int, i: int, chip: str, pairs: int) -> Kernel:
     """pairs: the most of a launch; a launch says its rows, experts of a row k, and the checkpoint's swiglu_limit."""
     SHAPE = Shape.of(d, GATE_UP_CHUNK, i // CHANNELS, TILES, 1, CREW)
@@ -131,9 +117,7 @@ def make_gate_up(*, d: int, i: int, chip: str, pairs: int) -> Kernel:
     AT_PLAN = WARPS * STAGES * SHAPE.stage
     AT_BAR = AT_PLAN + plan_bytes(pairs)
     AT_SUM = AT_BAR + WARPS * STAGES * 8
-    expand, UNIT = (
-        (fp4x8_f16_cvt, 2.0**-WIDE_SHIFT) if chip in BLACKWELL else (fp4x8_f16_bits, FP4_BIAS * 2.0**-WIDE_SHIFT)
-    )
+    expand, UNIT = fp4_on(chip)
 
     @kernel(
         threads=THREADS, grid=(SM_COUNT,), shared=AT_SUM + WARPS * TILES * 512, name=f"experts_gate_up_{d}x{i}"
@@ -232,13 +216,10 @@ def make_gate_up(*, d: int, i: int, chip: str, pairs: int) -> Kernel:
                     ask(walk, SHAPE, stage, ring, bar, w, shared, records, crew, part, lane, policy)
                     phase = int32(phase ^ stage)
                     stage = int32(stage ^ 1)
-                sync_named(uint32(1 + crew), uint32(32 * CREW))
-                for n in unroll(TILES):
-                    sts_f32x4(uint32(own_sums + (part * TILES + n) * 512), acc[n])
-                sync_named(uint32(1 + crew), uint32(32 * CREW))
+                leave_part(acc, TILES, own_sums, part, CREW, uint32(1 + crew))
                 own = int32(own + CREWS * block_count())
             if part == turn and (crew == 0 or not is_shared):
-                sum_of_parts(acc, own_sums)
+                sum_of_parts(acc, TILES, own_sums, CREW)
                 unit = 2.0**-WIDE_SHIFT if is_shared else UNIT
                 channel = int32(now % ITEMS * CHANNELS + g)
                 for column in unroll(2):
