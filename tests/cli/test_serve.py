@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from dsuf.cli.app import run_command
+from tests.support.serving import spawned_by, status_of
 
 START_S, STOP_S = 60, 20
 
@@ -40,20 +41,14 @@ class Served:
         raise AssertionError(f"not ready after {START_S} s:\n{self.log.read_text()}")
 
     def status_of(self, path):
-        try:
-            with urllib.request.urlopen(self.url + path, timeout=10) as answer:
-                return answer.status
-        except urllib.error.HTTPError as error:
-            return error.code
+        return status_of(self.url + path)
 
     def engine_pid(self):
         """The kv agent is started first, so the engine is the second of two, also when it has been started again."""
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.log.read_text()
-            children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-            own = [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-            if len(own) == 2:
+            if len(own := spawned_by(self.process.pid)) == 2:
                 return max(own)
             time.sleep(0.02)
         raise AssertionError(f"no engine beside the agent:\n{self.log.read_text()}")

@@ -9,13 +9,12 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 import pytest
 
 from dsuf.cli import app
 from tests.support.chat_server import DONE, event, played_server
-from tests.support.serving import wait_until
+from tests.support.serving import spawned_by, status_of, wait_until
 
 DSUF = [sys.executable, "-m", "dsuf.cli.app"]
 
@@ -112,10 +111,10 @@ def test_a_server_outlives_the_readers_of_its_lines_as_do_its_engine_and_its_age
         with os.fdopen(reader) as lines:
             url = next(line.split()[-1] for line in lines if "ready on" in line)
         assert answered(url) == 2
-        for child in children(process.pid):
+        for child in spawned_by(process.pid):
             os.kill(child, signal.SIGKILL)
-        wait_until(lambda: status(url) == 503, 10)
-        wait_until(lambda: status(url) == 200, 30)
+        wait_until(lambda: status_of(f"{url}/readyz") == 503, 10)
+        wait_until(lambda: status_of(f"{url}/readyz") == 200, 30)
         assert answered(url) == 2
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
@@ -129,17 +128,3 @@ def answered(url):
     body = {"model": "deepseek-chat", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
     with urllib.request.urlopen(f"{url}/v1/chat/completions", json.dumps(body).encode(), timeout=30) as answer:
         return json.load(answer)["usage"]["completion_tokens"]
-
-
-def status(url):
-    try:
-        with urllib.request.urlopen(f"{url}/readyz", timeout=10) as answer:
-            return answer.status
-    except urllib.error.HTTPError as error:
-        return error.code
-
-
-def children(pid):
-    """The engine and the agent of a server."""
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in found if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]

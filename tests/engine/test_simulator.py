@@ -142,6 +142,10 @@ def test_the_recipe_keeps_gaps_within_three_steps_and_a_chunk(budget_s):
     assert rows >= {0.08: 6400, BUDGET_S: 11_000, 0.2: 14_500}[budget_s]
 
 
+# Steps as they were measured once: what is spare hangs on when the late passes come, by other draws 4.8 to 14 ms.
+STEPS = ((1, 5.06e-3), (6, 10.06e-3), (12, 15.7e-3), (24, 24.6e-3), (48, 36.5e-3))
+
+
 class Unkind(Costs):
     """Passes that take 4 % more or less than they should, and one in twenty 15 ms longer: something held it up."""
 
@@ -156,11 +160,10 @@ class Unkind(Costs):
 def test_no_gap_passes_three_steps_and_a_chunk_where_costs_are_unkind(budget_s, length):
     arrivals, begin, _ = recipe_load(length)
     options = EngineOptions(ckpt=Path("simulated"), prefill_chunk=PASS_ROWS, prefill_budget_s=budget_s, max_sequences=8)
-    courses = run(simulated_engine(options, Unkind(), accept=0), arrivals, until_s=begin + 25)
+    courses = run(simulated_engine(options, Unkind(steps=STEPS), accept=0), arrivals, until_s=begin + 25)
     step = percentile(gaps_between(courses["stream0"], begin / 2, begin), 0.5)
     gaps = [gap for i in range(4) for gap in gaps_between(courses[f"stream{i}"], begin, begin + 25)]
-    spare_s = 0.004  # for what a client measures beside it: text made and sent
-    assert courses["long2"].ended_s is not None and max(gaps) <= 3 * step + budget_s - spare_s
+    assert courses["long2"].ended_s is not None and max(gaps) <= 3 * step + budget_s - 0.005
 
 
 class TestShortPrompts:

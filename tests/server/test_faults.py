@@ -20,6 +20,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.support.serving import spawned_by
+
 ROOT = Path(__file__).parents[2]
 CHAT = "/v1/chat/completions"
 HI = {"model": "deepseek-chat", "messages": [{"role": "user", "content": "hi"}]}
@@ -49,9 +51,7 @@ class Served:
 
     def engine(self):
         """Process id of the engine that runs now."""
-        path = f"/proc/{self.process.pid}/task/{self.process.pid}/children"
-        pids = Path(path).read_text().split()
-        return next(int(pid) for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        return spawned_by(self.process.pid)[0]
 
     def ready(self):
         return httpx.get(self.url + "/readyz").status_code

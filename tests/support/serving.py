@@ -9,6 +9,8 @@ import signal
 import tempfile
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.resources import files
@@ -129,6 +131,21 @@ def running_server(
             loop.close()
         server.result = result[0]
     assert len(server.log("fault")) == expect_faults, server.log("fault")
+
+
+def spawned_by(pid: int) -> list[int]:
+    """The processes that a server has started for itself: kv agent and engine, those of them that run now."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def status_of(url: str) -> int:
+    """The HTTP status of a GET."""
+    try:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:

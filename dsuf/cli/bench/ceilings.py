@@ -9,10 +9,16 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dsuf.cli.bench.gpu_decode import ceilings_of
 from dsuf.cli.machine import cpu_cores
+from dsuf.ops.numerics import NUMERICS
+
+if TYPE_CHECKING:
+    from dsuf.engine.engine import Engine
 
 PASSES, GEMM_PASSES = 7, 25
 SMALLEST_READ, LARGEST_READ = 1 << 20, 1 << 28  # bytes
@@ -25,6 +31,13 @@ def cpu_ceilings(read_bytes: int, dtype: str) -> dict[str, float]:
         "read_gb_per_s": _read_bytes_per_s(min(max(read_bytes, SMALLEST_READ), LARGEST_READ)) / 1e9,
         f"{dtype}_gflops": _flops(np.dtype(dtype)) / 1e9,
     }
+
+
+def engine_ceilings(engine: Engine, read_bytes: int) -> dict[str, float]:
+    """Ceilings of what an engine runs on: its GPUs, or this processor for a step that reads so much."""
+    if engine.limits.backend == "gpu":
+        return ceilings_of([machine.device for machine in engine.backend.machines])
+    return cpu_ceilings(read_bytes, NUMERICS[engine.options.numerics].dtype.name)
 
 
 def _read_bytes_per_s(size: int) -> float:

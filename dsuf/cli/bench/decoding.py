@@ -7,9 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from dsuf.cli.bench.ceilings import cpu_ceilings
+from dsuf.cli.bench.ceilings import engine_ceilings
 from dsuf.cli.bench.floor import StepShape, step_floor, weight_costs
-from dsuf.cli.bench.gpu_decode import ceilings_of
 from dsuf.cli.live import progress
 from dsuf.cli.recipe import load_recipe
 from dsuf.cli.run import ids_request, read_ids, text_prompt
@@ -19,7 +18,6 @@ from dsuf.engine.backend import StepCounts
 from dsuf.engine.engine import Engine
 from dsuf.engine.messages import Finished, Request, Stats
 from dsuf.errors import ConfigError, EngineGone, UsageError
-from dsuf.ops.numerics import NUMERICS
 
 PROMPT_RECIPE = "tetris"  # the prompt when none is given: that of the published demo
 
@@ -98,14 +96,10 @@ def run_batch(engine: Engine, request: Request, batch: int) -> list[Finished]:
 
 def decode_floor(session: Session, shape: StepShape) -> tuple[dict[str, float], dict[str, float]]:
     """(ceilings, floor) of a mean step; the ceilings are measured here and now."""
-    checkpoint = session.checkpoint
-    if session.engine.limits.backend == "gpu":
-        ceilings = ceilings_of([machine.device for machine in session.engine.backend.machines])
-        return ceilings, step_floor(checkpoint, shape, ceilings)
-    costs = weight_costs(checkpoint)
+    costs = weight_costs(session.checkpoint)
     read_bytes = sum(layer.nbytes for layer in costs.layers) + costs.head.nbytes
-    ceilings = cpu_ceilings(int(read_bytes), NUMERICS[session.engine.options.numerics].dtype.name)
-    return ceilings, step_floor(checkpoint, shape, ceilings)
+    ceilings = engine_ceilings(session.engine, int(read_bytes))
+    return ceilings, step_floor(session.checkpoint, shape, ceilings)
 
 
 def sample_of(stats: list[Stats]) -> dict[str, float]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from dsuf.cli.bench.ceilings import cpu_ceilings
+from dsuf.cli.bench.ceilings import engine_ceilings
 from dsuf.cli.bench.floor import prefill_floor, weight_costs
-from dsuf.cli.bench.gpu_decode import ceilings_of
 from dsuf.cli.live import progress
 from dsuf.cli.run import generate
 from dsuf.cli.session import Session
@@ -15,7 +14,6 @@ from dsuf.config import BenchOptions
 from dsuf.engine.messages import Request, Sampling
 from dsuf.engine.sequence import Trace
 from dsuf.errors import PromptError
-from dsuf.ops.numerics import NUMERICS
 
 FILLER = "The quick brown fox jumps over the lazy dog while 12 engineers count 345 tokens. "
 CHARACTERS_A_TOKEN = 8  # more than this text has
@@ -46,12 +44,9 @@ def prefill_samples(session: Session, lengths: tuple[int, ...], bench: BenchOpti
 
 def prefill_floors(session: Session, lengths: tuple[int, ...]) -> tuple[dict[str, float], dict[int, dict[str, float]]]:
     """(ceilings measured now, floor of each length)."""
-    engine, options, checkpoint = session.engine, session.engine.options, session.checkpoint
-    if engine.limits.backend == "gpu":
-        ceilings = ceilings_of([machine.device for machine in engine.backend.machines])
-    else:
-        read_bytes = sum(layer.nbytes for layer in weight_costs(checkpoint).layers)
-        ceilings = cpu_ceilings(int(read_bytes), NUMERICS[options.numerics].dtype.name)
+    options, checkpoint = session.engine.options, session.checkpoint
+    read_bytes = sum(layer.nbytes for layer in weight_costs(checkpoint).layers)
+    ceilings = engine_ceilings(session.engine, int(read_bytes))
     return ceilings, {length: prefill_floor(checkpoint, length, options.prefill, ceilings) for length in lengths}
 
 

@@ -70,8 +70,8 @@ def opened(options: EngineOptions, spec: Spec) -> Iterator[list[Device]]:
 
 def check_shares(spec: Spec, width: Width, count: int) -> None:
     """Raise ConfigError where a checkpoint cannot be shared by so many GPUs."""
-    if not _can_share(spec, width, count):
-        fitting = ", ".join(str(n) for n in range(1, MOST_RANKS + 1) if _can_share(spec, width, n))
+    if count not in _sharing(spec, width):
+        fitting = ", ".join(map(str, _sharing(spec, width)))
         raise ConfigError(
             f"{count} GPUs cannot share this checkpoint ({spec.num_attention_heads} heads, {spec.n_routed_experts} "
             f"experts): their parts must be equal, with attention kernels for so many heads. Name {fitting} GPUs."
@@ -80,11 +80,11 @@ def check_shares(spec: Spec, width: Width, count: int) -> None:
 
 def most_sharing(spec: Spec, count: int) -> int:
     """How many GPUs, of `count`, can share a checkpoint at most. Raises ConfigError without kernels for it."""
-    width = width_of(spec)
-    return max(n for n in range(1, count + 1) if _can_share(spec, width, n))
+    return max(n for n in _sharing(spec, width_of(spec)) if n <= count)
 
 
-def _can_share(spec: Spec, width: Width, count: int) -> bool:
-    heads = Rank(0, count).share(spec).num_attention_heads
+def _sharing(spec: Spec, width: Width) -> list[int]:
+    """Every number of GPUs that can share a checkpoint."""
     experts = (spec.n_routed_experts, spec.dspark_n_routed_experts)
-    return 1 <= count <= MOST_RANKS and heads in width.heads.values() and not any(n % count for n in experts)
+    heads = {count: Rank(0, count).share(spec).num_attention_heads for count in range(1, MOST_RANKS + 1)}
+    return [n for n, own in heads.items() if own in width.heads.values() and not any(e % n for e in experts)]
