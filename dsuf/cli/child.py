@@ -1,10 +1,20 @@
-"""Starting a process of one's own that Ctrl-C, which reaches every process of the terminal, does not end."""
+"""Processes of a server's own: neither Ctrl-C, which reaches all of a terminal, nor an unread pipe ends them."""
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
+from collections.abc import Callable
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
+from typing import Any
+
+from dsuf.cli.streams import outliving
+
+
+def own_process(name: str, target: Callable[..., Any], *arguments: Any) -> BaseProcess:
+    """A process, not started yet, that will run `target` with these."""
+    return multiprocessing.get_context("spawn").Process(target=outliving, args=(target, *arguments), name=name)
 
 
 def start_deaf(process: BaseProcess) -> None:

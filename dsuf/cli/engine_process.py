@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import gc
-import multiprocessing
 import multiprocessing.process
 import os
 import signal
@@ -19,11 +18,10 @@ from pathlib import Path
 import uvloop
 
 from dsuf import wire
-from dsuf.cli.child import start_deaf
+from dsuf.cli.child import own_process, start_deaf
 from dsuf.cli.kv import AgentProcess
 from dsuf.cli.live import progress, say
 from dsuf.cli.session import class_map_of
-from dsuf.cli.streams import outliving
 from dsuf.engine.engine import Engine, Progress, open_engine
 from dsuf.engine.options import EngineOptions
 from dsuf.engine.service import serve_engine
@@ -61,11 +59,8 @@ class EngineProcess:
 
     def start(self) -> None:
         """Start it; it connects to the socket as soon as somebody listens."""
-        process = multiprocessing.get_context("spawn").Process(
-            target=outliving,
-            args=(serve_engine, self.socket_path, functools.partial(_open, self._options, self._kv_socket)),
-            name="dsuf-engine",
-        )
+        opened = functools.partial(_open, self._options, self._kv_socket)
+        process = own_process("dsuf-engine", serve_engine, self.socket_path, opened)
         self._process = process  # before it is there: an interrupt on the way leaves one that `stop` can end
         start_deaf(process)  # it goes on until the web process has drained
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import multiprocessing.process
 import re
 import signal
@@ -15,10 +14,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dsuf import wire
-from dsuf.cli.child import start_deaf
+from dsuf.cli.child import own_process, start_deaf
 from dsuf.cli.live import say
 from dsuf.cli.machine import memory_bytes
-from dsuf.cli.streams import outliving
 from dsuf.config import Environment
 from dsuf.errors import ConfigError, DsufError, EnvironmentProblem
 
@@ -156,9 +154,7 @@ class AgentProcess:
         """Start it; clients connect when it listens."""
         from dsuf.kv.process import serve_agent
 
-        process = multiprocessing.get_context("spawn").Process(
-            target=outliving, args=(serve_agent, self.options), name="dsuf-kv-agent"
-        )
+        process = own_process("dsuf-kv-agent", serve_agent, self.options)
         self._process = process  # before it is there: an interrupt on the way leaves one that `stop` can end
         start_deaf(process)  # it goes on until the server has drained
 

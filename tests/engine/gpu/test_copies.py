@@ -7,14 +7,11 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dsuf.engine.gpu.copies import LANDINGS, PLACES, Copies
 from dsuf.engine.gpu.mover import MOVED, TABLES, Mover
 from dsuf.engine.gpu.pages import Pages
 from dsuf.engine.gpu.staging import spread
-from dsuf.engine.gpu.transfer import BATCH, FIRST, MOST, Runs, Transfer
 from dsuf.engine.shared import NumberedPages, SharedPages, address_of
 from dsuf.errors import DeviceError
 from dsuf.kernels.catalogue import CONFIGS
@@ -24,32 +21,12 @@ from dsuf.model.reference import snapshot
 from dsuf.model.reference.model import ReferenceModel
 from dsuf.model.synthetic import load_config, write_checkpoint
 from dsuf.spec import Spec
-from tests.support.simt_device import SimtDevice, SimtEvent
+from tests.engine.gpu.late import LateDevice
+from tests.support.simt_device import SimtDevice
 
 TINY = Spec.load(CONFIGS / "tiny.json")
 PAGE, STATE = PageLayout.of(TINY).page_bytes, SnapshotLayout.of(TINY).snapshot_bytes
 CUT, PIECE, SLOTS = 4096, 8192, 24
-
-
-class LateEvent(SimtEvent):
-    def __init__(self, device):
-        self.device, self.number = device, device.recorded
-
-    def done(self):
-        return self.number <= self.device.ended
-
-    def wait(self):
-        self.device.ended = max(self.device.ended, self.number)
-
-
-class LateDevice(SimtDevice):
-    """Work is done at once, and told of only when somebody waits or `ended` moves on."""
-
-    recorded = ended = 0
-
-    def record(self, *, timing=False):
-        self.recorded += 1
-        return LateEvent(self)
 
 
 class Arena:
@@ -332,54 +309,6 @@ def test_a_kernel_takes_only_what_is_soon_over_and_made_of_whole_words():
             part = [1 << 20, 1 << 30, 7936]
             part[at] += wrong
             assert not mover.takes([tuple(part)], 1)
-
-
-class TestTransfer:
-    def test_batches_grow_and_only_so_many_runs_are_under_way(self):
-        sent, device = [], LateDevice()
-        device.copy_many = lambda targets, sources, sizes: sent.append(len(sizes))
-        growing = [FIRST, FIRST, 2 * FIRST, 4 * FIRST]
-        assert sum(growing) > BATCH and MOST == 3 * BATCH
-        many = np.arange(5 * BATCH + 3) * 2
-        parts = iter([Runs(many, many, np.ones_like(many)), Runs(many[:0], many[:0], many[:0])])
-        job = Transfer(1, device, 0, parts, None, lambda: sent.append("end"))
-        assert sent == growing[:1] and not job.advance() and sent == [*growing, BATCH]
-        assert MOST - BATCH < sum(sent) <= MOST
-        for _ in growing[:2]:
-            assert not job.advance() and sent == [*growing, BATCH]
-            job.wait()
-        assert not job.advance() and sent == [*growing, BATCH, BATCH]
-        last = job.send_all()
-        assert sent[:-1] == [*growing, *[BATCH] * 3] and sum(sent) == len(many) and last is job.last
-        last.wait()
-        assert job.advance() and job.advance() and sent.count("end") == 1
-
-
-starts = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), min_size=1, max_size=30)
-
-
-class TestRuns:
-    @given(starts, st.integers(1, 9), st.integers(1, 64), st.sampled_from(["targets", "sources"]))
-    def test_every_byte_keeps_its_place_and_no_run_passes_a_border(self, places, size, cut, side):
-        targets, sources = (1000 + size * np.array(column) for column in zip(*places, strict=True))
-        sizes = np.full(len(targets), size)
-        runs, few = (
-            Runs.of(targets, sources, sizes),
-            zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True),
-        )
-        wanted = [(t + i, s + i) for t, s in zip(targets, sources, strict=True) for i in range(size)]
-        cuts, few = runs.split(side, 990, cut), Runs.few(few, side, 990, cut)
-        for some in (runs, cuts, few):
-            moved = zip(some.targets, some.sources, some.sizes, strict=True)
-            assert [(t + i, s + i) for t, s, n in moved for i in range(n)] == wanted
-        for some in (cuts, few):
-            at = getattr(some, side) - 990
-            assert (at // cut == (at + some.sizes - 1) // cut).all() and (some.sizes > 0).all()
-
-    def test_pages_side_by_side_on_both_sides_are_one_run(self):
-        targets, sizes = np.array([*np.arange(7) * PAGE, 1 << 30]), np.array([PAGE] * 7 + [8])
-        runs = Runs.of(targets, np.array([*50 + targets[:7], 5]), sizes)
-        assert runs.sizes.tolist() == [7 * PAGE, 8] and len(runs) == 2
 
 
 def test_parts_of_a_row_of_buffers_by_offset():
